@@ -1,0 +1,125 @@
+"""What the drivers share: arguments and their errors, device and dtype, provenance, files that are whole or not there."""
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+HERE = Path(__file__).parent
+
+
+class Parser(argparse.ArgumentParser):
+    """Shows each default in --help; a wrong argument gets one line and exit code 2."""
+
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def whole(low, high=2**31 - 1):
+    """argparse type: a whole number from low to high."""
+    def parse(text):
+        if not text.isascii() or not text.removeprefix("-").isdigit() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from {low} to {high}")
+        return int(text)
+    return parse
+
+
+def positive(text):
+    """argparse type: a number above 0."""
+    try:
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+
+
+def distinct(flag, values):
+    """ValueError if a value was given twice."""
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"{flag}: {value} is given {values.count(value)} times; once is enough")
+
+
+def pick_device(name):
+    """auto: cuda, then mps, then cpu. ValueError for a device that is not here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ValueError(f"--device {name}: there is no such device here; use auto or cpu") from None
+    return device
+
+
+def pick_dtype(name, device):
+    """auto: bfloat16 where the products run on bfloat16 units (CUDA, CPUs with AMX or AVX512-BF16), else float32."""
+    if name == "auto":
+        cpu = torch.cpu.get_capabilities()
+        units = {"cuda": lambda: torch.cuda.is_bf16_supported(), "cpu": lambda: cpu.get("amx_bf16") or cpu.get("avx512_bf16")}
+        return torch.bfloat16 if units.get(device.type, lambda: False)() else torch.float32
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+
+
+def code_hash(*sources):
+    """One short hash over pieces of source text."""
+    return hashlib.sha256("\0".join(sources).encode()).hexdigest()[:16]
+
+
+def provenance(corpus, device, dtype):
+    """Where a results file comes from: command, commit, versions, machine and text."""
+    def git(*args):
+        try:
+            return subprocess.run(("git", "-C", str(HERE)) + args, capture_output=True, text=True, timeout=20).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+    commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", "*.py")
+    return dict(
+        command=shlex.join(["python", Path(sys.argv[0]).name] + sys.argv[1:]),
+        commit=(commit or "unknown") + (" with uncommitted changes" if changed else ""),
+        versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__),
+        machine=dict(system=platform.system(), processor=platform.machine(), capability=torch.backends.cpu.get_cpu_capability(),
+                     threads=torch.get_num_threads(), device=device.type, dtype=str(dtype).removeprefix("torch.")),
+        corpus=corpus.describe(),
+    )
+
+
+def write_file(path, content):
+    """Write bytes or text so that a reader sees the old file or the new one, never half of it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path, data):
+    write_file(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def run(main):
+    """Run a driver; Ctrl-C and what the operating system refuses end in one line, not a traceback."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(1)

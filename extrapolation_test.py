@@ -1,0 +1,197 @@
+"""Perplexity by length: models trained at one length, read at longer ones.
+
+    python extrapolation_test.py           # every checkpoint of train_compare.py; about 4 minutes for five on two CPU cores
+    python extrapolation_test.py --quick   # those of train_compare.py --quick, some seconds
+
+Writes extrapolation.json, .csv, .md and .png into --out. Two protocols (score.py has them in full): `span`, windows
+without overlap, and `fixed`, the same targets with more and more text before them, from which to argue.
+"""
+import sys
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+import score
+from common import Parser, distinct, pick_device, pick_dtype, provenance, run, whole, write_file, write_json
+from data.corpus import load_corpus
+from report import markdown_table, mean_std, plot_extrapolation, spread, write_csv
+from tiny_lm import SCHEMES, load_model
+
+QUICK = dict(out="results/quick", span_bytes=16384, windows=32)
+SAME = ("steps", "batch_size", "train_len", "dim", "n_layer", "n_head", "lr", "adam_lr", "dtype", "sha256")  # in a fair comparison
+
+
+def arguments():
+    parser = Parser(__doc__)
+    what = parser.add_argument_group("what to measure")
+    what.add_argument("--schemes", nargs="+", metavar="SCHEME", help="only these (default: every checkpoint there is)")
+    what.add_argument("--seeds", nargs="+", type=whole(0), metavar="N", help="only these (default: every seed there is)")
+    what.add_argument("--lengths", nargs="+", type=whole(1), metavar="N", help="in bytes (default: 1, 2, 4 and 8 times the training length: 256 512 1024 2048)")
+    what.add_argument("--protocol", choices=("span", "fixed", "both"), default="both", help="(default: both)")
+    what.add_argument("--span-bytes", type=whole(1), default=131072, help="span: how many held-out bytes are scored (default: 131072)")
+    what.add_argument("--windows", type=whole(2), default=128, help=f"fixed: how many windows, with {score.K} targets each (default: 128)")
+    where = parser.add_argument_group("where to read, run and write")
+    where.add_argument("--data", help="text to read (default: the held-out part of what the models were trained on)")
+    where.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
+    where.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="fp32", help="(default: fp32, whatever the training was in)")
+    where.add_argument("--out", default="results", help="folder with checkpoints/, and for the results (default: results)")
+    where.add_argument("--quick", action="store_true", help="less text, in results/quick/; other flags still count")
+    if "--quick" in sys.argv[1:]:
+        parser.set_defaults(**QUICK)
+    return parser, parser.parse_args()
+
+
+def find_checkpoints(out, schemes, seeds):
+    """The wanted checkpoints -> [(model, settings)], in the order of SCHEMES. ValueError if none, or of unlike training."""
+    found = []
+    for path in sorted((Path(out) / "checkpoints").glob("*.pt")):
+        model, saved = load_model(path)
+        settings = saved["settings"]
+        if (schemes is None or settings["scheme"] in schemes) and (seeds is None or settings["seed"] in seeds):
+            found.append((model, settings))
+    missing = [s for s in schemes or () if s not in {settings["scheme"] for _, settings in found}]
+    if missing or not found:
+        names = [name for name in missing if name not in SCHEMES] and f" --schemes {' '.join(schemes)}"
+        raise ValueError(f"no checkpoint{' of ' + ', '.join(missing) if missing else ''} in {Path(out) / 'checkpoints'}; "
+                         f"train first: python train_compare.py{names or ''}{'' if out == 'results' else ' --quick' if out == QUICK['out'] else f' --out {out}'}")
+    first = found[0][1]
+    for _, settings in found:
+        for key in SAME:
+            if settings[key] != first[key]:
+                raise ValueError(f"{settings['scheme']} seed {settings['seed']} was trained with {key} {settings[key]}, {first['scheme']} seed {first['seed']} "
+                                 f"with {first[key]}; run train_compare.py again for all, or choose with --schemes and --seeds")
+    place = {scheme: i for i, scheme in enumerate(schemes or SCHEMES)}
+    found.sort(key=lambda item: (place.get(item[1]["scheme"], len(place)), item[1]["scheme"], item[1]["seed"]))
+    return found
+
+
+def measure(models, data, lengths, protocols, span_bytes, windows, device):
+    """[(model, settings)] -> rows (one per scheme, seed, protocol and length) and {scheme: [nats by position, per seed]}."""
+    rows, by_position = [], {}
+    longest = max(lengths)
+    stretch = score.span_length(lengths, span_bytes, len(data)) if "span" in protocols else 0
+    ends = score.fixed_ends(len(data), longest, windows) if "fixed" in protocols else ()
+    bar = tqdm(total=len(models) * len(lengths) * len(protocols), unit="cell", mininterval=0.1 if sys.stderr.isatty() else 30)
+    for model, settings in models:
+        for protocol in protocols:
+            for n in lengths:
+                bar.set_description(f"{settings['scheme']}, seed {settings['seed']}, {protocol} {n}")
+                row = dict(scheme=settings["scheme"], seed=settings["seed"], protocol=protocol, n=n, nll=None, ppl=None,
+                           low=None, high=None, targets=0, note="")
+                try:
+                    nats = score.span(model, data, n, stretch, device) if protocol == "span" else score.fixed(model, data, n, ends, device)
+                    low, high = score.bootstrap(nats)
+                    row |= dict(nll=round(float(nats.mean()), 5), ppl=round(score.perplexity(nats), 4), low=round(low, 4), high=round(high, 4),
+                                targets=nats.size)
+                    if protocol == "span" and n == longest:
+                        by_position.setdefault(settings["scheme"], []).append(nats.mean(axis=0))
+                except ValueError as error:  # a position that the scheme has no row for
+                    row["note"] = f"max_len {model.position.max_len}" if hasattr(model.position, "max_len") else str(error)
+                except RuntimeError as error:
+                    if "memory" not in str(error):
+                        raise
+                    row["note"] = "out of memory"
+                rows.append(row)
+                bar.update()
+    bar.close()
+    return rows, by_position
+
+
+def summarise(rows):
+    """Rows -> one dict per scheme, protocol and length: over seeds mean ± std, of one seed its bootstrap interval."""
+    cells = {}
+    for row in rows:
+        cells.setdefault((row["scheme"], row["protocol"], row["n"]), []).append(row)
+    summary = []
+    for (scheme, protocol, n), seeds in cells.items():
+        done = [row for row in seeds if row["ppl"] is not None]
+        cell = dict(scheme=scheme, protocol=protocol, n=n, seeds=[row["seed"] for row in done], ppl=None, std=None, low=None, high=None,
+                    note="; ".join(sorted({row["note"] for row in seeds if row["note"]})))
+        if done:
+            mean, std = mean_std([row["ppl"] for row in done])
+            low, high = (mean - std, mean + std) if len(done) > 1 else (done[0]["low"], done[0]["high"])
+            cell |= dict(ppl=round(mean, 4), std=round(std, 4), low=round(low, 4), high=round(high, 4))
+        summary.append(cell)
+    return summary
+
+
+def tables(rows, summary, lengths, protocols, train_len):
+    """The wide tables, one per protocol, as one Markdown text."""
+    titles = dict(span="Span protocol: windows of n without overlap. A longer window has fewer targets with little before them, "
+                       "so a sound scheme falls a little.",
+                  fixed=f"Fixed-target protocol: the same {score.K} last targets of each window, with n bytes before the last. "
+                        "Falling: it uses far context. Flat: it ignores it. Rising: it breaks.")
+    text = []
+    for protocol in protocols:
+        lines = []
+        for scheme in dict.fromkeys(row["scheme"] for row in rows):
+            line, ppl = [scheme], {}
+            for n in lengths:
+                cells = [row for row in rows if (row["scheme"], row["protocol"], row["n"]) == (scheme, protocol, n)]
+                summed = next(c for c in summary if (c["scheme"], c["protocol"], c["n"]) == (scheme, protocol, n))
+                ppl[n] = summed["ppl"]
+                line.append(spread([row["ppl"] for row in cells]) if summed["ppl"] is not None else summed["note"])
+            if protocol == "fixed":
+                line.append(score.usable_length(ppl, train_len) or "–")
+            lines.append(line)
+        header = ["perplexity at n ="] + lengths + (["usable length"] if protocol == "fixed" else [])
+        text.append(titles[protocol] + "\n\n" + markdown_table(header, lines))
+    seeds = sorted({row["seed"] for row in rows})
+    note = f"Trained at {train_len} bytes. " + (f"Mean ± sample standard deviation over seeds {', '.join(map(str, seeds))}." if len(seeds) > 1 else f"Seed {seeds[0]}.")
+    return note + "\n\n" + "\n".join(text)
+
+
+def prepare(args):
+    """Everything that can be wrong with the arguments is found here, before anything is measured or written."""
+    for flag in ("schemes", "seeds", "lengths"):
+        distinct(f"--{flag}", getattr(args, flag) or [])
+    device = pick_device(args.device)
+    dtype = pick_dtype(args.dtype, device)
+    models = find_checkpoints(args.out, args.schemes, args.seeds)
+    trained = models[0][1]
+    corpus = load_corpus(args.data or trained["data"])
+    lengths = sorted(args.lengths or [trained["train_len"] * factor for factor in (1, 2, 4, 8)])
+    corpus.require(max(lengths))
+    protocols = ["span", "fixed"] if args.protocol == "both" else [args.protocol]
+    if "fixed" in protocols and lengths[0] < score.K:
+        raise ValueError(f"--lengths {lengths[0]}: the fixed protocol scores the last {score.K} targets, so lengths start at {score.K}; or use --protocol span")
+    if "span" in protocols:
+        score.span_length(lengths, args.span_bytes, len(corpus.val))
+    for model, _ in models:
+        model.to(device, dtype)
+    return device, dtype, models, corpus, lengths, protocols
+
+
+def main():
+    parser, args = arguments()
+    try:
+        device, dtype, models, corpus, lengths, protocols = prepare(args)
+    except ValueError as error:
+        parser.error(str(error))
+    trained = models[0][1]
+    if corpus.sha256 != trained["sha256"]:
+        print(f"notice: the models were trained on other text than this ({corpus.name}, SHA-256 {corpus.sha256[:16]}…); "
+              "what is held out here may have been seen in training, or may be of another kind")
+    try:
+        rows, by_position = measure(models, corpus.val, lengths, protocols, args.span_bytes, args.windows, device)
+    except KeyboardInterrupt:
+        print("\nstopped; nothing was written, earlier results are as they were", file=sys.stderr)
+        raise
+    summary, by_position = summarise(rows), {scheme: np.mean(nats, axis=0) for scheme, nats in by_position.items()}
+    text, out = tables(rows, summary, lengths, protocols, trained["train_len"]), Path(args.out)
+    curves = {scheme: [round(float(v), 4) for v in nats.reshape(-1, max(1, len(nats) // 128)).mean(axis=1)] for scheme, nats in by_position.items()
+              if len(nats) % 128 == 0}
+    write_json(out / "extrapolation.json", provenance(corpus, device, dtype)
+               | {"trained": {key: trained[key] for key in SAME}, "summary": summary, "rows": rows, "nats_by_position_in_128_buckets": curves})
+    write_csv(out / "extrapolation.csv", rows)
+    write_file(out / "extrapolation.md", text)
+    drawn = [cell for cell in summary if cell["ppl"] is not None]
+    if drawn:
+        plot_extrapolation(out / "extrapolation.png", drawn, by_position, trained["train_len"])
+    print("\n" + text)
+    print(f"wrote {out / 'extrapolation'}.json .csv .md .png")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,141 @@
+"""RoPE, rotary position embedding: q and k are turned by an angle proportional to their position; v is left alone.
+
+    python pos_rope.py           # draws results/rope_rotation.png
+
+Formula: the D channels of a head are D/2 pairs, each a point in a plane, or one complex number z. At position p, pair i
+is turned by the angle p·base^(−2i/D):
+
+    z_i  ->  z_i · exp(j · p · base^(−2i/D)),        i = 0 … D/2 − 1
+
+Turning q by m steps and k by n steps changes the angle between them by m − n steps, so the score q·k depends on the
+distance m − n and on no absolute position. Pair 0 makes a turn every 2π tokens, the last pair one in nearly 2π·base.
+Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
+
+Notation: B batch, H heads, T tokens, C = dim the model width, D = C/H the head width.
+"""
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def rope_cos_sin(positions, head_dim, base=10000.0):
+    """cos and sin of the angles p·base^(−2i/D): integer positions (T,) or (B, T) -> two of (T, D/2) or (B, T, D/2).
+
+    Angles are formed in float64 (float32 on MPS, which has no float64) and returned in float32; nothing is cached.
+    ValueError: odd or non-positive head_dim, base ≤ 0, positions that are not integers.
+    """
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"head width {head_dim}: must be even and at least 2, since channels are turned in pairs")
+    if not 0 < base < float("inf"):
+        raise ValueError(f"base={base}: must be a positive number")
+    if positions.dtype.is_floating_point or positions.dtype.is_complex or positions.dtype == torch.bool:
+        raise ValueError(f"positions are {positions.dtype}; they must be integers")
+    exact = torch.float32 if positions.device.type == "mps" else torch.float64
+    pair = torch.arange(0, head_dim, 2, dtype=exact, device=positions.device)  # 2i, (D/2,)
+    angle = positions.to(exact)[..., None] * base ** (-pair / head_dim)  # (..., T, D/2)
+    return angle.cos().float(), angle.sin().float()
+
+
+def apply_rope(x, cos, sin, interleaved=True):
+    """Turn every pair of channels of x (B, H, T, D) by its angle; the same turn for every head.
+
+    cos, sin     (T, D/2), or (B, T, D/2) when each sequence has positions of its own
+    interleaved  True: pairs are channels (2i, 2i+1), as in the paper; False: (i, i + D/2), the layout of Hugging Face
+                 Llama weights. The two differ by a fixed reordering of the channels of q and k.
+    Computed in float32 or better; the result has the shape and dtype of x. cos = 1, sin = 0 returns x unchanged.
+    ValueError: cos not half as wide as x, or cos with a batch axis for an x without one.
+    """
+    if x.shape[-1] != 2 * cos.shape[-1]:
+        raise ValueError(f"x has {x.shape[-1]} channels and cos {cos.shape[-1]}; cos must be half as wide as x")
+    if cos.dim() == 3 and x.dim() < 4:
+        raise ValueError(f"cos has shape {tuple(cos.shape)}, one table per sequence; x must then be (B, H, T, D), not {tuple(x.shape)}")
+    if cos.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, T, D/2)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    turn = torch.complex(cos.to(wide), sin.to(wide))  # exp(j·angle)
+    if interleaved:
+        z = torch.view_as_complex(x.to(wide, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2)))  # (B, H, T, D/2)
+        return torch.view_as_real(z * turn).flatten(-2).to(x.dtype)
+    real, imaginary = x.to(wide).chunk(2, dim=-1)
+    z = torch.complex(real, imaginary) * turn
+    return torch.cat((z.real, z.imag), dim=-1).to(x.dtype)
+
+
+class RoPEAttention(nn.Module):
+    """Multi-head self-attention whose q and k are turned by their position.
+
+    dim, n_head   model width C and number of heads H; the head width C/H must be even
+    base          wavelengths run from 2π to nearly 2π·base tokens (default 10000)
+    interleaved   how channels pair up, see apply_rope (default True)
+    causal        True: a token sees itself and what stands before it in the sequence; False: everything
+    attend        called as attend(q, k, v, is_causal=…); torch's fused attention unless you hand in another
+
+    forward(x, positions=None): x (B, T, C), integer positions (T,) or (B, T), default 0 … T−1 -> (B, T, C), dtype of x.
+    Positions turn q and k; the causal mask goes by order in the sequence. No position parameters, no length limit.
+    ValueError: dim not divisible by n_head, odd head width, base ≤ 0, positions of another shape or not integers.
+    """
+
+    def __init__(self, dim, n_head, base=10000.0, interleaved=True, causal=True, attend=F.scaled_dot_product_attention):
+        super().__init__()
+        if n_head < 1 or dim < 1 or dim % n_head:
+            raise ValueError(f"dim={dim} does not divide into n_head={n_head} heads")
+        self.n_head, self.head_dim = n_head, dim // n_head
+        self.base, self.interleaved, self.causal, self.attend = base, interleaved, causal, attend
+        rope_cos_sin(torch.arange(1), self.head_dim, base)  # raises for a head width or base that cannot work
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x, positions=None):
+        B, T, C = x.shape
+        if positions is None:
+            positions = torch.arange(T, device=x.device)
+        elif positions.shape not in ((T,), (B, T)):
+            raise ValueError(f"positions have shape {tuple(positions.shape)}; must be ({T},) or ({B}, {T})")
+        cos, sin = rope_cos_sin(positions, self.head_dim, self.base)  # (T, D/2) or (B, T, D/2)
+        qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
+        q, k = apply_rope(qkv[:2], cos, sin, self.interleaved)  # one pass turns both
+        y = self.attend(q, k, qkv[2], is_causal=self.causal)  # (B, H, T, D)
+        return self.out(y.transpose(1, 2).reshape(B, T, C))
+
+
+def draw_rotation(path, head_dim=32, pairs=(0, 4, 8, 12), steps=12):
+    """One picture: where the vector (1, 0) of a fast and of ever slower pairs points at positions 0 … steps − 1."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cos, sin = rope_cos_sin(torch.arange(steps), head_dim)  # (steps, D/2)
+    figure, axes = plt.subplots(1, len(pairs), figsize=(3 * len(pairs), 3.9), layout="constrained")
+    colours = plt.cm.viridis(torch.linspace(0, 0.92, steps).numpy())
+    for axis, pair in zip(axes, pairs):
+        step = 10000.0 ** (-2 * pair / head_dim)  # radians per token
+        axis.add_patch(plt.Circle((0, 0), 1, fill=False, color="#bbbbbb"))
+        for p in range(steps):
+            x, y = cos[p, pair].item(), sin[p, pair].item()
+            axis.annotate("", (x, y), (0, 0), arrowprops=dict(arrowstyle="->", color=colours[p], lw=1.6))
+            if p < 7 and step > 0.05:  # slower pairs move too little for seven labels to stand apart
+                axis.text(1.17 * x, 1.17 * y, str(p), color=colours[p], ha="center", va="center", fontsize=10)
+        if step <= 0.05:
+            axis.text(1.06, 0.3, f"0 … {steps - 1}", color=colours[0], fontsize=10, ha="left")
+        turn = 2 * torch.pi / step
+        axis.set_title(f"pair {pair}: {step * 180 / torch.pi:.3g}° per token\none turn in {turn:,.3g} tokens"
+                       if turn < 1000 else f"pair {pair}: {step * 180 / torch.pi:.2g}° per token\none turn in {turn:,.0f} tokens", fontsize=11)
+        axis.set(xlim=(-1.35, 1.5), ylim=(-1.35, 1.35), aspect="equal", xticks=[], yticks=[])
+        axis.set_frame_on(False)
+    figure.suptitle("Where RoPE points one and the same vector at positions 0, 1, 2, …  (head width 32, base 10000)", fontsize=12)
+    figure.supxlabel("Between positions m and n every pair has turned by (m − n) steps, wherever m is: "
+                     "a score can depend on the distance only.", fontsize=11)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    from pathlib import Path
+
+    path = Path(__file__).parent / "results" / "rope_rotation.png"
+    path.parent.mkdir(exist_ok=True)
+    draw_rotation(path)
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 1, 32)
+    score = lambda m, n: (apply_rope(q, *rope_cos_sin(torch.tensor([m]), 32)) * apply_rope(k, *rope_cos_sin(torch.tensor([n]), 32))).sum()
+    print(f"q at 9, k at 2: score {score(9, 2):.5f}    q at 1009, k at 1002: {score(1009, 1002):.5f}    q at 9, k at 3: {score(9, 3):.5f}")
+    print(f"wrote {path}")

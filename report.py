@@ -1,0 +1,154 @@
+"""Rows -> tables and pictures. A row is a dict; the drivers make rows, this file only shows them."""
+import csv
+import io
+
+from common import write_file
+
+# One colour per scheme in every picture (Okabe and Ito's palette, readable by the colour-blind).
+COLOURS = {"learned": "#E69F00", "sin": "#56B4E9", "rope": "#D55E00", "alibi": "#0072B2", "none": "#7F7F7F"}
+OTHERS = ("#009E73", "#CC79A7", "#000000", "#B8A800")
+
+
+def colours(schemes):
+    """{scheme: colour}; schemes that are not among the five take the remaining colours in turn."""
+    others = [s for s in schemes if s not in COLOURS]
+    return {s: COLOURS.get(s) or OTHERS[others.index(s) % len(OTHERS)] for s in schemes}
+
+
+def markdown_table(header, rows):
+    """A header and rows of cells -> a Markdown table; the first column is left-aligned, the others right."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+
+
+def write_csv(path, rows):
+    """Rows with the same keys -> a CSV file with those keys as its header."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_file(path, text.getvalue())
+
+
+def spread(values):
+    """mean ± sample standard deviation as text, or the one value, or a dash."""
+    values = [v for v in values if v is not None]
+    if not values:
+        return "–"
+    mean, deviation = mean_std(values)
+    digits = 2 if mean < 100 else 1
+    return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if len(values) > 1 else "")
+
+
+def mean_std(values):
+    """Mean and sample standard deviation (ddof 1; 0 for one value)."""
+    mean = sum(values) / len(values)
+    return mean, (sum((v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5 if len(values) > 1 else 0.0
+
+
+def _figure(panels, width):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "0"})
+    return plt.subplots(1, panels, figsize=(width, 4.4), layout="constrained", squeeze=False)
+
+
+def _save(figure, path):
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=100, metadata={"Software": None})
+    write_file(path, picture.getvalue())
+    import matplotlib.pyplot as plt
+    plt.close(figure)
+
+
+def _label_ends(axis, ends, log):
+    """Each line's name at its right end, pushed apart where two would touch: ends {name: (x, y, colour)}."""
+    import math
+    if not ends:
+        return
+    scale, back = (math.log, math.exp) if log else (float, float)
+    low, high = (scale(v) for v in axis.get_ylim())
+    gap, last = (high - low) * 0.058, -math.inf
+    for name, (x, y, colour) in sorted(ends.items(), key=lambda item: item[1][1]):
+        last = max(scale(y), last + gap)
+        axis.annotate(name, (x, back(last)), xytext=(6, 0), textcoords="offset points", va="center", color=colour, fontweight="bold")
+
+
+def plot_loss_curves(path, runs):
+    """Training loss against step: one line per scheme, the mean over its seeds.
+
+    runs: dicts with `scheme` and `curve` {"step": […], "loss": […]}.
+    """
+    figure, ((axis,),) = _figure(1, 9)
+    schemes, ends = list(dict.fromkeys(run["scheme"] for run in runs)), {}
+    for scheme, colour in colours(schemes).items():
+        curves = [run["curve"] for run in runs if run["scheme"] == scheme and run["curve"]["step"]]
+        if not curves:
+            continue
+        loss = [sum(point) / len(point) for point in zip(*(c["loss"] for c in curves))]
+        step = curves[0]["step"][:len(loss)]
+        axis.plot(step, loss, color=colour, lw=1.8)
+        ends[scheme] = (step[-1], loss[-1], colour)
+    axis.set(xlabel="step", ylabel="training loss, nats per byte (log scale)", yscale="log",
+             title="Training loss: same batches, same network, only the scheme differs")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}")
+    axis.margins(x=0.02)
+    _label_ends(axis, ends, log=True)
+    _save(figure, path)
+
+
+def plot_extrapolation(path, summary, by_position, train_len):
+    """Perplexity by length under each protocol, with bands, and the loss by position in the longest window.
+
+    summary      dicts with scheme, protocol, n, ppl, low, high (one per cell that could be computed)
+    by_position  {scheme: nats per position, mean over seeds}
+    """
+    protocols = [p for p in ("fixed", "span") if any(cell["protocol"] == p for cell in summary)]
+    figure, (axes,) = _figure(len(protocols) + bool(by_position), 4.6 * (len(protocols) + bool(by_position)))
+    schemes = list(dict.fromkeys(cell["scheme"] for cell in summary))
+    titles = {"fixed": "Same targets, more context before them\n(fixed protocol: up means it breaks)",
+              "span": "Windows without overlap\n(span protocol of the ALiBi paper)"}
+    for axis, protocol in zip(axes, protocols):
+        ends = {}
+        for scheme, colour in colours(schemes).items():
+            cells = [c for c in summary if c["scheme"] == scheme and c["protocol"] == protocol]
+            if cells:
+                n, ppl = [c["n"] for c in cells], [c["ppl"] for c in cells]
+                axis.plot(n, ppl, color=colour, lw=1.8, marker="o", ms=4)
+                axis.fill_between(n, [c["low"] for c in cells], [c["high"] for c in cells], color=colour, alpha=0.25, lw=0)
+                ends[scheme] = (n[-1], ppl[-1], colour)
+        axis.set(xscale="log", yscale="log", xlabel="evaluation length n, bytes", ylabel="perplexity per byte", title=titles[protocol])
+        lengths = sorted({c["n"] for c in summary})
+        axis.set_xticks(lengths, [f"{n}" for n in lengths])
+        axis.xaxis.set_minor_locator(__import__("matplotlib.ticker").ticker.NullLocator())
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.tick_params(axis="y", which="minor", labelsize=8)
+        axis.margins(x=0.04)
+        _label_ends(axis, ends, log=True)
+    if by_position:
+        axis, ends = axes[-1], {}
+        for scheme, colour in colours(schemes).items():
+            if scheme in by_position:
+                centres, means = buckets(by_position[scheme])
+                axis.plot(centres, means, color=colour, lw=1.8)
+                ends[scheme] = (centres[-1], means[-1], colour)
+        longest = max(len(nats) for nats in by_position.values())
+        axis.set(xlabel="position in the window, bytes", ylabel="loss, nats per byte", xlim=(0, longest),
+                 title=f"Where in a window of {longest}\nit breaks")
+        _label_ends(axis, ends, log=False)
+    for axis in axes:
+        axis.axvline(train_len, color="#555555", lw=1, ls=":")
+        axis.annotate(f"trained at {train_len}", (train_len, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
+                      textcoords="offset points", va="top", color="#555555", fontsize=9)
+    _save(figure, path)
+
+
+def buckets(nats, count=32):
+    """Values by position -> (centres, means) of `count` equal buckets."""
+    size = max(1, len(nats) // count)
+    starts = range(0, len(nats) - size + 1, size)
+    return [s + size / 2 for s in starts], [float(sum(nats[s:s + size]) / size) for s in starts]
