@@ -54,7 +54,7 @@ def apply_rope(x, cos, sin, interleaved=True):
     wide = torch.promote_types(x.dtype, torch.float32)
     turn = torch.complex(cos.to(wide), sin.to(wide))  # exp(j·angle)
     if interleaved:
-        z = torch.view_as_complex(x.to(wide, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2)))  # (B, H, T, D/2)
+        z = torch.view_as_complex(x.to(wide).contiguous().unflatten(-1, (-1, 2)))  # (B, H, T, D/2)
         return torch.view_as_real(z * turn).flatten(-2).to(x.dtype)
     real, imaginary = x.to(wide).chunk(2, dim=-1)
     z = torch.complex(real, imaginary) * turn
@@ -98,34 +98,41 @@ class RoPEAttention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(B, T, C))
 
 
-def draw_rotation(path, head_dim=32, pairs=(0, 4, 8, 12), steps=12):
-    """One picture: where the vector (1, 0) of a fast and of ever slower pairs points at positions 0 … steps − 1."""
+def draw_rotation(path, head_dim=32, pairs=(0, 2, 4, 8), steps=10):
+    """The picture: above, where one vector points at positions 0 … steps − 1; below, that q and k keep their angle."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Arc
 
     cos, sin = rope_cos_sin(torch.arange(steps), head_dim)  # (steps, D/2)
-    figure, axes = plt.subplots(1, len(pairs), figsize=(3 * len(pairs), 3.9), layout="constrained")
-    colours = plt.cm.viridis(torch.linspace(0, 0.92, steps).numpy())
-    for axis, pair in zip(axes, pairs):
-        step = 10000.0 ** (-2 * pair / head_dim)  # radians per token
-        axis.add_patch(plt.Circle((0, 0), 1, fill=False, color="#bbbbbb"))
-        for p in range(steps):
-            x, y = cos[p, pair].item(), sin[p, pair].item()
-            axis.annotate("", (x, y), (0, 0), arrowprops=dict(arrowstyle="->", color=colours[p], lw=1.6))
-            if p < 7 and step > 0.05:  # slower pairs move too little for seven labels to stand apart
-                axis.text(1.17 * x, 1.17 * y, str(p), color=colours[p], ha="center", va="center", fontsize=10)
-        if step <= 0.05:
-            axis.text(1.06, 0.3, f"0 … {steps - 1}", color=colours[0], fontsize=10, ha="left")
-        turn = 2 * torch.pi / step
-        axis.set_title(f"pair {pair}: {step * 180 / torch.pi:.3g}° per token\none turn in {turn:,.3g} tokens"
-                       if turn < 1000 else f"pair {pair}: {step * 180 / torch.pi:.2g}° per token\none turn in {turn:,.0f} tokens", fontsize=11)
-        axis.set(xlim=(-1.35, 1.5), ylim=(-1.35, 1.35), aspect="equal", xticks=[], yticks=[])
-        axis.set_frame_on(False)
-    figure.suptitle("Where RoPE points one and the same vector at positions 0, 1, 2, …  (head width 32, base 10000)", fontsize=12)
-    figure.supxlabel("Between positions m and n every pair has turned by (m − n) steps, wherever m is: "
-                     "a score can depend on the distance only.", fontsize=11)
-    figure.savefig(path, dpi=110)
+    degrees = [10000.0 ** (-2 * pair / head_dim) * 180 / torch.pi for pair in pairs]  # per token
+    shades = plt.cm.viridis(torch.linspace(0, 0.9, steps).numpy())
+    figure, axes = plt.subplots(2, len(pairs), figsize=(2.6 * len(pairs), 6), layout="constrained")
+
+    def arrow(axis, pair, p, label, colour, alpha=1.0, reach=1.2):
+        x, y = cos[p, pair].item(), sin[p, pair].item()
+        axis.annotate("", (x, y), (0, 0), arrowprops=dict(arrowstyle="->", color=colour, alpha=alpha, lw=1.8, shrinkA=0, shrinkB=0))
+        axis.text(reach * x, reach * y, label, color=colour, alpha=alpha, ha="center", va="center", fontsize=10)
+
+    for (top, bottom), pair, turn in zip(axes.T, pairs, degrees):
+        for axis in (top, bottom):
+            axis.add_patch(plt.Circle((0, 0), 1, fill=False, color="#bbbbbb"))
+            axis.set(xlim=(-1.45, 1.6), ylim=(-1.4, 1.4), aspect="equal", xticks=[], yticks=[])
+            axis.set_frame_on(False)
+        for p in range(steps):  # labels only where they stand apart
+            arrow(top, pair, p, str(p) if turn > 15 and p * turn < 350 or p in (0, steps - 1) and turn > 3 else "", shades[p])
+        if turn <= 3:
+            top.text(1.08, 0.28, f"0 … {steps - 1}", color=shades[steps // 2], fontsize=10)
+        top.set_title(f"pair {pair}: {turn:.3g}° per token\none turn in {360 / turn:.3g} tokens", fontsize=11)
+        for m, n, alpha, radius in ((3, 1, 1.0, 0.45), (8, 6, 0.4, 0.6)):
+            arrow(bottom, pair, m, f"q at {m}" if turn > 3 else "", "#D55E00", alpha, 1.27)
+            arrow(bottom, pair, n, f"k at {n}" if turn > 3 else "", "#0072B2", alpha, 1.27)
+            bottom.add_patch(Arc((0, 0), 2 * radius, 2 * radius, theta1=n * turn, theta2=m * turn, color="black", alpha=alpha, lw=1.5))
+        bottom.set_title(f"between q and k: {2 * turn:.3g}°, twice", fontsize=11)
+    figure.suptitle(f"RoPE: one and the same vector at positions 0, 1, 2, …  (head width {head_dim}, base 10000)", fontsize=12)
+    figure.supxlabel("q at 3 and k at 1 (dark), q at 8 and k at 6 (pale): the same distance, the same angle, hence the same score.", fontsize=11)
+    figure.savefig(path, dpi=90, metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Rows -> tables and pictures. A row is a dict; the drivers make rows, this file only shows them."""
 import csv
 import io
+import re
+from pathlib import Path
 
 from common import write_file
 
@@ -152,3 +154,15 @@ def buckets(nats, count=32):
     size = max(1, len(nats) // count)
     starts = range(0, len(nats) - size + 1, size)
     return [s + size / 2 for s in starts], [float(sum(nats[s:s + size]) / size) for s in starts]
+
+
+def fill_readme(readme, results):
+    """README text with each block between `<!-- NAME.md -->` and `<!-- end -->` replaced by results/NAME.md."""
+    def block(match):
+        return f"{match[1]}\n{(results / match[2]).read_text('utf-8').strip()}\n\n<!-- end -->"
+    return re.sub(r"(<!-- (\w+\.md) -->\n).*?<!-- end -->", block, readme, flags=re.S)
+
+
+if __name__ == "__main__":  # python report.py: the tables of README.md, anew from results/
+    readme = Path(__file__).parent / "README.md"
+    write_file(readme, fill_readme(readme.read_text("utf-8"), readme.parent / "results"))

@@ -26,7 +26,7 @@ def window_nats(model, x, y, last, device="cpu", tokens_at_once=16384):
     A batch that does not fit in memory is tried again at half its size, down to one window.
     """
     windows, n = x.shape
-    rows, start, scored = max(1, tokens_at_once // n), 0, []
+    rows, start, scored = max(1, min(windows, tokens_at_once // n)), 0, []
     with torch.no_grad():
         while start < windows:
             try:

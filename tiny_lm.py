@@ -16,6 +16,7 @@ Notation: B batch, T tokens, C = dim the model width, H = n_head heads, D = C/H 
 """
 import importlib.util
 import inspect
+import sys
 from pathlib import Path
 
 import torch
@@ -97,15 +98,15 @@ def _option_value(scheme, key, text, default):
 def _class_from_file(path, name):
     if not path.is_file():
         raise ValueError(f"scheme file {path}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(f"scheme file {path}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever somebody's file raises, it is the file that is wrong
         raise ValueError(f"scheme file {path} cannot be imported: {type(error).__name__}: {error}") from None
     cls = getattr(module, name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        found = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, nn.Module) and v.__module__ == path.stem]
+        found = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, nn.Module) and v.__module__ == spec.name]
         raise ValueError(f"scheme file {path}: no nn.Module class '{name}'; it has {', '.join(found) or 'none'}")
     return cls
 
@@ -159,8 +160,11 @@ class TinyLM(nn.Module):
 
     @torch.no_grad()
     def _start(self, generator, scheme, dim):
-        """Common weights: N(0, 1) tokens, N(0, 1/C) in, zeros out, so that at step 0 every block is the identity."""
-        self.embed.weight.normal_(0, 1, generator=generator)
+        """Common weights: N(0, 0.3²) tokens, N(0, 1/C) in, zeros out, so that at step 0 every block is the identity.
+
+        Against tokens of 0.3 per channel stand learned rows of 0.02 that grow in training, and fixed sinusoids of 0.71.
+        """
+        self.embed.weight.normal_(0, 0.3, generator=generator)
         for block in self.blocks:
             for layer, shape in (("qkv", (3 * dim, dim)), ("out", (dim, dim))):
                 weight = getattr(getattr(block.attention, layer, None), "weight", None)

@@ -49,7 +49,7 @@ def arguments():
     size.add_argument("--n-layer", type=whole(1), default=4, help="blocks (default: 4)")
     size.add_argument("--n-head", type=whole(1), default=4, help="attention heads per block (default: 4)")
     size.add_argument("--lr", type=positive, default=0.02, help="peak learning rate of Muon, for the matrices of the blocks (default: 0.02)")
-    size.add_argument("--adam-lr", type=positive, default=0.004, help="peak learning rate of AdamW, for all other weights (default: 0.004)")
+    size.add_argument("--adam-lr", type=positive, default=0.015, help="peak learning rate of AdamW, for all other weights (default: 0.015)")
     where = parser.add_argument_group("where to run and write")
     where.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
     where.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="training precision; auto: bf16 where the hardware has units for it")

@@ -1,0 +1,140 @@
+import csv
+import io
+import json
+import shutil
+
+import pytest
+import torch
+
+import extrapolation_test
+import train_compare
+from extrapolation_test import measure, summarise, tables
+from tiny_lm import SCHEMES
+
+CPU = ("--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Five tiny models of two seeds, trained at 16 bytes, so that a learned table has 256 rows."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "words.txt").write_bytes(b"".join(b"%d bottles of beer on the wall\n" % i for i in range(1000)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train_compare.py", *"--steps 6 --batch-size 2 --train-len 16 --dim 16 --n-layer 1 --n-head 2 --span-bytes 64 --dtype fp32 --device cpu --seeds 0 1".split(),
+                                   "--data", str(folder / "words.txt"), "--out", str(folder / "out")])
+        train_compare.main()
+    return folder / "out"
+
+
+@pytest.fixture
+def out(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "out")
+
+
+def test_table_of_all_schemes(cli, out):
+    code, stdout, stderr = cli(extrapolation_test, "--out", out, *CPU, "--lengths", 64, 128, 512, "--span-bytes", 2048, "--windows", 6)
+    assert code == 0
+    result = json.loads((out / "extrapolation.json").read_text())
+    assert [(r["scheme"], r["seed"], r["protocol"], r["n"]) for r in result["rows"]] == [
+        (s, seed, p, n) for s in SCHEMES for seed in (0, 1) for p in ("span", "fixed") for n in (64, 128, 512)]
+    for row in result["rows"]:
+        if row["scheme"] == "learned" and row["n"] == 512:  # a row that cannot be computed says why
+            assert row["ppl"] is None and row["note"] == "max_len 256"
+        else:
+            assert row["low"] <= row["ppl"] <= row["high"] and row["note"] == ""
+            assert row["targets"] == (2048 if row["protocol"] == "span" else 6 * 64)
+    text = (out / "extrapolation.md").read_text()
+    assert text in stdout and text.count("max_len 256") == 2 and "seeds 0, 1" in text
+    assert result["corpus"]["sha256"] and result["command"].startswith("python extrapolation_test.py")
+    assert (out / "extrapolation.png").stat().st_size > 10_000
+    table = list(csv.DictReader(io.StringIO((out / "extrapolation.csv").read_text())))
+    assert len(table) == 60 and table[0]["scheme"] == "learned"
+    assert "notice" not in stdout
+
+
+def test_the_number_at_the_training_length_is_the_one_of_training(cli, out):
+    rows = json.loads((out / "train_compare.json").read_text())["rows"]
+    cli(extrapolation_test, "--out", out, *CPU, "--lengths", 16, "--span-bytes", 64, "--protocol", "span")
+    again = json.loads((out / "extrapolation.json").read_text())["rows"]
+    assert {(r["scheme"], r["seed"]): r["ppl"] for r in again} == {(r["scheme"], r["seed"]): r["val_ppl"] for r in rows}
+
+
+def test_default_lengths_and_choice_of_schemes(cli, out):
+    code, *_ = cli(extrapolation_test, "--out", out, *CPU, "--schemes", "rope", "alibi", "--seeds", 1, "--protocol", "span")
+    rows = json.loads((out / "extrapolation.json").read_text())["rows"]
+    assert code == 0 and [(r["scheme"], r["n"]) for r in rows] == [(s, n) for s in ("rope", "alibi") for n in (16, 32, 64, 128)]
+
+
+def test_other_text_is_noticed(cli, out, tmp_path):
+    (tmp_path / "other.txt").write_bytes(b"something else " * 2000)
+    code, stdout, _ = cli(extrapolation_test, "--out", out, *CPU, "--data", tmp_path / "other.txt", "--schemes", "none", "--protocol", "span")
+    assert code == 0 and "notice: the models were trained on other text than this (other.txt" in stdout
+
+
+def test_summary_is_mean_and_sample_deviation_over_seeds():
+    row = lambda seed, ppl, note="": dict(scheme="rope", seed=seed, protocol="fixed", n=64, ppl=ppl, low=1, high=9, note=note)
+    cell, = summarise([row(0, 2.0), row(1, 3.0), row(2, 7.0)])
+    assert (cell["ppl"], cell["std"], cell["seeds"]) == (4.0, 2.6458, [0, 1, 2]) and (cell["low"], cell["high"]) == (1.3542, 6.6458)
+    cell, = summarise([row(0, 2.0)])
+    assert (cell["ppl"], cell["std"], cell["low"], cell["high"]) == (2.0, 0, 1, 9)  # one seed: the bootstrap interval
+    cell, = summarise([row(0, 2.0), row(1, None, "out of memory")])
+    assert (cell["ppl"], cell["seeds"], cell["note"]) == (2.0, [0], "out of memory")
+
+
+def test_out_of_memory_marks_the_cell_and_goes_on():
+    import numpy as np
+    class Hungry(torch.nn.Module):
+        position = None
+        def forward(self, ids):
+            if ids.shape[1] > 100:
+                raise RuntimeError("CUDA out of memory")
+            return torch.zeros(*ids.shape, 256)
+    rows, _ = measure([(Hungry(), dict(scheme="x", seed=0))], np.zeros(5000, np.uint8), [64, 128, 64 * 4], ["fixed"], 1024, 5, "cpu")
+    assert [row["note"] for row in rows] == ["", "out of memory", "out of memory"]
+    text = tables(rows, summarise(rows), [64, 128, 256], ["fixed"], 64)
+    assert "| x | 256.0 | out of memory | out of memory | 64 |" in text
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ("--lengths 0", "'0' is not a whole number from 1"),
+    ("--lengths 64 64", "--lengths: 64 is given 2 times"),
+    ("--lengths 999999", "too few for windows of 999,999"),
+    ("--lengths 32 64", "--lengths 32: the fixed protocol scores the last 64 targets"),
+    ("--lengths 64 97 101", "no span of at most"),
+    ("--schemes rope sinus", "no checkpoint of sinus in"),
+    ("--seeds 5", "no checkpoint in"),
+    ("--data nowhere", "--data nowhere: no such file or folder"),
+    ("--protocol exact", "invalid choice: 'exact'"),
+    ("--windows 1", "'1' is not a whole number from 2"),
+    ("--device abacus", "there is no such device here"),
+])
+def test_wrong_arguments_get_one_line_and_write_nothing(cli, out, wrong, message):
+    code, stdout, stderr = cli(extrapolation_test, "--out", out, *wrong.split())
+    assert code == 2 and stdout == "" and not list(out.glob("extrapolation*"))
+    assert message in stderr and stderr.count("\n") == 1 and stderr.startswith("extrapolation_test.py: ")
+
+
+def test_no_checkpoints_names_the_command_that_makes_them(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for flags, command in (([], "train first: python train_compare.py\n"), (["--quick"], "train first: python train_compare.py --quick\n"),
+                           (["--out", "mine"], "train first: python train_compare.py --out mine\n"),
+                           (["--schemes", "rope:base=10"], "train first: python train_compare.py --schemes rope:base=10\n")):
+        code, _, stderr = cli(extrapolation_test, *flags)
+        assert code == 2 and stderr.endswith(command) and stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_checkpoint_is_named(cli, out):
+    (out / "checkpoints" / "rope-seed1.pt").write_bytes(b"cut short")
+    code, _, stderr = cli(extrapolation_test, "--out", out)
+    assert code == 2 and "rope-seed1.pt is not a checkpoint" in stderr and stderr.count("\n") == 1
+
+
+def test_unlike_training_is_not_put_in_one_table(cli, out):
+    path = out / "checkpoints" / "rope-seed1.pt"
+    saved = torch.load(path, weights_only=True)
+    saved["settings"]["steps"] = 7
+    torch.save(saved, path)
+    code, _, stderr = cli(extrapolation_test, "--out", out)
+    assert code == 2 and "rope seed 1 was trained with steps 7, alibi seed 0 with 6" in stderr
+    assert cli(extrapolation_test, "--out", out, *CPU, "--schemes", "alibi", "--protocol", "span")[0] == 0

@@ -1,0 +1,175 @@
+import math
+
+import pytest
+import torch
+
+from pos_rope import RoPEAttention, apply_rope, rope_cos_sin
+
+
+def turn(x, positions, base=10000.0, interleaved=True):
+    return apply_rope(x, *rope_cos_sin(positions, x.shape[-1], base), interleaved)
+
+
+def plain_attention(module, x, rotate, causal=True):
+    """The formula, with somebody else's rotation of q and k."""
+    B, T, C = x.shape
+    q, k, v = module.qkv(x).view(B, T, 3, module.n_head, -1).permute(2, 0, 3, 1, 4)
+    score = rotate(q) @ rotate(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if causal:
+        score = score.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf"))
+    return module.out((score.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C))
+
+
+def test_known_frequencies():
+    cos, sin = rope_cos_sin(torch.tensor([1]), 8)
+    assert torch.atan2(sin, cos)[0].tolist() == pytest.approx([1, 0.1, 0.01, 0.001], rel=1e-5)
+    for width, last in ((32, 1.778279e-4), (64, 1.333521e-4)):
+        cos, sin = rope_cos_sin(torch.tensor([1000]), width)
+        assert math.atan2(sin[0, -1], cos[0, -1]) / 1000 == pytest.approx(last, rel=1e-5)
+
+
+def test_known_rotation():
+    x = torch.tensor([1.0, 0, 0, 2]).view(1, 1, 1, 4)  # pairs (1, 0) and (0, 2), angles 3 and 0.03
+    c, s, c2, s2 = math.cos(3), math.sin(3), math.cos(0.03), math.sin(0.03)
+    assert turn(x, torch.tensor([3])).flatten().tolist() == pytest.approx([c, s, -2 * s2, 2 * c2], abs=1e-6)
+    x = torch.tensor([1.0, 0, 0, 2]).view(1, 1, 1, 4)  # half-split: pairs (1, 0) and (0, 2) are channels (0, 2), (1, 3)
+    assert turn(x, torch.tensor([3]), interleaved=False).flatten().tolist() == pytest.approx([c, -2 * s2, s, 2 * c2], abs=1e-6)
+
+
+@pytest.mark.parametrize("T, H, D, offset", [(7, 3, 8, 0), (5, 5, 32, 0), (16, 2, 64, 2031)])
+def test_interleaved_equals_two_libraries(T, H, D, offset):
+    from rotary_embedding_torch import RotaryEmbedding
+    from x_transformers.x_transformers import RotaryEmbedding as XRotary, apply_rotary_pos_emb
+    x = torch.randn(2, H, T, D, generator=torch.Generator().manual_seed(0))
+    ours = turn(x, torch.arange(offset, offset + T))
+    assert torch.allclose(ours, RotaryEmbedding(dim=D).rotate_queries_or_keys(x, offset=offset), rtol=0, atol=1e-3 if offset else 1e-5)
+    if not offset:
+        frequencies, _ = XRotary(D).forward_from_seq_len(T)
+        assert torch.allclose(ours, apply_rotary_pos_emb(x, frequencies), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("base", [10000.0, 500.0])
+def test_half_split_equals_hugging_face_llama(base):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+    D, positions = 32, torch.tensor([[0, 1, 2, 500], [9, 7, 2047, 3]])
+    config = LlamaConfig(head_dim=D, hidden_size=64, num_attention_heads=2, rope_parameters={"rope_type": "default", "rope_theta": base})
+    q, k = torch.randn(2, 2, 3, 4, D, generator=torch.Generator().manual_seed(0))
+    cos, sin = LlamaRotaryEmbedding(config)(q, positions)
+    for ours, theirs in zip((q, k), apply_rotary_pos_emb(q, k, cos, sin)):
+        assert torch.allclose(turn(ours, positions, base, interleaved=False), theirs, rtol=0, atol=1e-3)
+
+
+def test_the_two_layouts_differ_by_a_reordering_of_channels():
+    x = torch.randn(1, 2, 6, 8)
+    p = [0, 2, 4, 6, 1, 3, 5, 7]
+    assert torch.equal(turn(x[..., p], torch.arange(6), interleaved=False), turn(x, torch.arange(6))[..., p])
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotation_properties(interleaved):
+    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    score = lambda m, n: (turn(q, torch.tensor([m]), interleaved=interleaved) * turn(k, torch.tensor([n]), interleaved=interleaved)).sum().item()
+    assert score(5, 2) == pytest.approx(score(12, 9), abs=1e-6) == pytest.approx(score(1005, 1002), abs=1e-5)
+    assert abs(score(5, 2) - score(5, 3)) > 1e-3
+    assert turn(q, torch.tensor([77]), interleaved=interleaved).norm().item() == pytest.approx(q.norm().item(), rel=1e-6)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(2, 3, 1, 16).to(dtype)
+        assert torch.equal(turn(x, torch.tensor([0]), interleaved=interleaved), x)  # position 0: not a bit changes
+
+
+def test_heads_alike_tokens_differ_also_when_there_are_as_many():
+    one = torch.randn(1, 1, 1, 8).expand(2, 4, 4, 8)  # the same vector for every sequence, head and token; T = H
+    turned = turn(one, torch.arange(4))
+    assert torch.equal(turned, turned[:1, :1].expand(2, 4, 4, 8))
+    assert not torch.allclose(turned[0, 0, 0], turned[0, 0, 1])
+    each = turn(one, torch.tensor([[0, 1, 2, 3], [5, 5, 5, 5]]))
+    assert torch.equal(each[0], turned[0]) and torch.equal(each[1], turn(one, torch.full((4,), 5))[1])
+    assert torch.allclose(turn(one[:1].expand(4, 4, 4, 8), torch.arange(16).view(4, 4))[2, 1, 3], turn(one, torch.tensor([11] * 4))[0, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_modules_still_tell_neighbours_apart(dtype):
+    ones = torch.ones(1, 1, 1024, 32, dtype=dtype)
+    turned = turn(ones, torch.arange(1024))
+    assert turned.dtype == dtype
+    assert len(torch.unique(turned[0, 0].float(), dim=0)) == 1024
+    module = RoPEAttention(64, 2).to(dtype)
+    assert module(torch.randn(1, 300, 64).to(dtype)).dtype == dtype
+    assert sorted(module.state_dict()) == ["out.weight", "qkv.weight"]
+
+
+def test_strided_and_transposed_inputs():
+    x = torch.randn(2, 5, 3, 8)
+    assert torch.allclose(turn(x.transpose(1, 2), torch.arange(5)), turn(x.transpose(1, 2).contiguous(), torch.arange(5)), atol=1e-6)
+    y = torch.randn(2, 3, 8, 5).transpose(-1, -2)  # channels are not next to each other in memory
+    assert torch.allclose(turn(y, torch.arange(5)), turn(y.contiguous(), torch.arange(5)), atol=1e-6)
+
+
+def test_gradient_is_the_opposite_rotation():
+    x = torch.randn(1, 2, 6, 8, requires_grad=True)
+    upstream = torch.randn(1, 2, 6, 8)
+    turn(x, torch.arange(6)).backward(upstream)
+    assert torch.allclose(x.grad, turn(upstream, -torch.arange(6)), atol=1e-6)
+
+
+@pytest.mark.parametrize("T", [1, 7, 65])
+@pytest.mark.parametrize("causal", [True, False])
+def test_module_equals_the_formula_with_a_librarys_rotation(T, causal):
+    from rotary_embedding_torch import RotaryEmbedding
+    torch.manual_seed(0)
+    module, x = RoPEAttention(24, 3, causal=causal), torch.randn(2, T, 24)
+    reference = plain_attention(module, x, RotaryEmbedding(dim=8).rotate_queries_or_keys, causal)
+    assert torch.allclose(module(x), reference, rtol=0, atol=1e-5)
+
+
+def test_module_depends_on_distance_only():
+    torch.manual_seed(0)
+    module, x = RoPEAttention(32, 4).double(), torch.randn(2, 20, 32, dtype=torch.float64)
+    y = module(x)
+    assert torch.allclose(module(x, torch.arange(20) + 1000), y, atol=1e-6)
+    assert torch.allclose(module(x, torch.stack((torch.arange(20), torch.arange(20) + 7))), y, atol=1e-6)
+    assert not torch.allclose(module(x, 2 * torch.arange(20)), y, atol=1e-4)
+
+
+def test_cached_decoding_one_query_after_nine_keys():
+    torch.manual_seed(0)
+    module, x = RoPEAttention(16, 2), torch.randn(1, 10, 16)
+    q, k, v = module.qkv(x).view(1, 10, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    cached = turn(k[:, :, :9], torch.arange(9))
+    keys = torch.cat((cached, turn(k[:, :, 9:], torch.tensor([9]))), dim=2)
+    weights = (turn(q[:, :, 9:], torch.tensor([9])) @ keys.transpose(-1, -2) / math.sqrt(8)).softmax(-1)
+    last = module.out((weights @ v).transpose(1, 2).reshape(1, 1, 16))
+    assert torch.allclose(last, module(x)[:, 9:], atol=1e-6)
+
+
+def test_an_attention_handed_in_is_called():
+    seen = []
+    def attend(q, k, v, is_causal):
+        seen.append((tuple(q.shape), is_causal))
+        return v
+    module = RoPEAttention(16, 2, attend=attend)
+    x = torch.randn(3, 5, 16)
+    assert torch.allclose(module(x), module.out(module.qkv(x)[..., 32:]), atol=1e-6)
+    assert seen == [((3, 2, 5, 8), True)]
+
+
+def test_errors_name_the_numbers():
+    with pytest.raises(ValueError, match="dim=10 does not divide into n_head=4 heads"):
+        RoPEAttention(10, 4)
+    with pytest.raises(ValueError, match="dim=8 does not divide into n_head=0 heads"):
+        RoPEAttention(8, 0)
+    with pytest.raises(ValueError, match="head width 3: must be even"):
+        RoPEAttention(12, 4)
+    for base in (0, -10, float("nan")):
+        with pytest.raises(ValueError, match="base=.*positive"):
+            RoPEAttention(16, 2, base=base)
+    module = RoPEAttention(16, 2)
+    with pytest.raises(ValueError, match=r"positions have shape \(5,\); must be \(4,\) or \(2, 4\)"):
+        module(torch.randn(2, 4, 16), torch.arange(5))
+    with pytest.raises(ValueError, match="must be integers"):
+        module(torch.randn(2, 4, 16), torch.arange(4.0))
+    with pytest.raises(ValueError, match="half as wide"):
+        apply_rope(torch.randn(1, 1, 4, 16), *rope_cos_sin(torch.arange(4), 8))
+    with pytest.raises(ValueError, match="one table per sequence"):
+        apply_rope(torch.randn(2, 4, 8), *rope_cos_sin(torch.arange(8).view(2, 4), 8))

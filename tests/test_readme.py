@@ -1,0 +1,40 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from report import fill_readme
+from tiny_lm import TinyLM
+
+HERE = Path(__file__).parent.parent
+README = (HERE / "README.md").read_text("utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def test_tables_are_those_of_the_results():
+    assert README.count("<!-- end -->") == 2
+    assert fill_readme(README, HERE / "results") == README, "run: python report.py"
+
+
+@pytest.mark.parametrize("snippet", [s for s in SNIPPETS if not s.startswith("# my_pos.py")])
+def test_snippets_run(snippet):
+    exec(snippet, {})
+
+
+def test_the_scheme_of_ones_own_plugs_in(tmp_path):
+    snippet, = [s for s in SNIPPETS if s.startswith("# my_pos.py")]
+    (tmp_path / "my_pos.py").write_text(snippet)
+    model = TinyLM(f"{tmp_path / 'my_pos.py'}:Ramp:scale=0.02", dim=16, n_layer=1, n_head=2)
+    assert model.position.scale == 0.02
+
+
+@pytest.mark.parametrize("driver", ["train_compare", "extrapolation_test"])
+def test_every_flag_is_in_the_readme_and_every_flag_in_the_readme_is_one(driver):
+    flags = set(re.findall(r"add_argument\(\"(--[a-z-]+)\"", (HERE / f"{driver}.py").read_text("utf-8")))
+    section = README.split(f"`python {driver}.py`", 1)[1].split("\n\n", 2)[1]
+    assert set(re.findall(r"--[a-z-]+", section)) == flags
+
+
+def test_files_named_in_the_readme_are_there():
+    for name in set(re.findall(r"\b[\w/]+\.(?:py|txt|png)\b", README)) - {"my_pos.py"}:
+        assert (HERE / name).exists(), name

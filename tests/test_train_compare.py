@@ -1,0 +1,230 @@
+import csv
+import inspect
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import train_compare
+from common import pick_dtype
+from data.corpus import load_corpus
+from tiny_lm import SCHEMES, TinyLM, load_model
+from train_compare import batch, learning_rate, train
+
+TINY = "--steps 6 --batch-size 2 --train-len 16 --dim 16 --n-layer 1 --n-head 2 --span-bytes 64 --dtype fp32 --device cpu".split()
+SETTINGS = dict(scheme="rope", seed=0, steps=12, batch_size=2, train_len=16, dim=16, n_layer=1, n_head=2, max_len=256, lr=0.02, adam_lr=0.004)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_bytes(b"".join(b"%d bottles of beer on the wall\n" % i for i in range(400)))
+    return path
+
+
+class Bar:
+    """Stands in for the progress bar."""
+    def set_postfix_str(self, text, refresh): self.text = text
+    def update(self): pass
+
+
+def tree(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    data = load_corpus().train
+    x, y = batch(data, 0, 7, 32, 256)
+    assert x.shape == y.shape == (32, 256) and x.dtype == torch.uint8
+    assert torch.equal(x[:, 1:], y[:, :-1])  # every position predicts its next byte
+    rows = [bytes(row.tolist()) for row in x[:3]]
+    assert all(row in bytes(data) for row in rows)
+    again, _ = batch(data, 0, 7, 32, 256)
+    assert torch.equal(x, again)
+    assert not torch.equal(x, batch(data, 0, 8, 32, 256)[0]) and not torch.equal(x, batch(data, 1, 7, 32, 256)[0])
+    shortest, _ = batch(np.arange(5, dtype=np.uint8), 0, 0, 100, 4)  # one place to start at
+    assert torch.equal(shortest, torch.arange(4, dtype=torch.uint8).expand(100, 4))
+    starts = batch(np.arange(6, dtype=np.uint8), 0, 0, 100, 4)[0][:, 0]
+    assert set(starts.tolist()) == {0, 1}
+
+
+def test_schemes_see_the_same_batches_and_start_alike(monkeypatch):
+    data, seen = np.arange(3000, dtype=np.int64).astype(np.uint8), {}
+    real = train_compare.batch
+    for scheme in SCHEMES:
+        seen[scheme] = []
+        monkeypatch.setattr(train_compare, "batch", lambda *args: seen[scheme].append(real(*args)) or seen[scheme][-1])
+        train(SETTINGS | {"scheme": scheme}, data, CPU, torch.float32, Bar())
+    for scheme in SCHEMES:
+        assert len(seen[scheme]) == 12
+        assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(seen["none"], seen[scheme]))
+
+
+def test_learning_rate_schedule():
+    rates = [learning_rate(step, 500) for step in range(500)]
+    assert rates[0] == pytest.approx(1 / 50) and rates[49] == 1 and rates[200] == 1
+    assert rates[350] == pytest.approx(1 - 0.95 / 2) and rates[499] == pytest.approx(0.05, abs=0.004)
+    assert learning_rate(0, 1) == 1
+
+
+def test_every_weight_has_one_optimizer():
+    for scheme in SCHEMES:
+        model = TinyLM(scheme, dim=16, n_layer=2, n_head=2)
+        muon, adam = train_compare.optimizers(model, 0.02, 0.004)
+        groups = [[id(p) for group in o.param_groups for p in group["params"]] for o in (muon, adam)]
+        assert sorted(groups[0] + groups[1]) == sorted(id(p) for p in model.parameters())
+        assert len(groups[0]) == 8  # qkv, out, up, down of two blocks
+        assert isinstance(muon, torch.optim.Muon)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_repeats_bit_for_bit_and_learns(dtype):
+    data = np.tile(np.arange(20, dtype=np.uint8), 100)
+    settings = SETTINGS | {"steps": 60}
+    first, curve = train(settings, data, CPU, dtype, Bar())
+    again, curve_again = train(settings, data, CPU, dtype, Bar())
+    assert curve == curve_again
+    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), again.state_dict().values()))
+    assert curve["step"] == [10, 20, 30, 40, 50, 60]
+    assert curve["loss"][-1] < 2.5 < 5 < curve["loss"][0]  # ln 20 = 3.0 is what knowing the 20 bytes, not their order, would give
+    assert all(p.dtype == torch.float32 for p in first.parameters())
+
+
+def test_bf16_training_follows_fp32():
+    data = load_corpus().train[:50_000]
+    settings = SETTINGS | {"steps": 40, "batch_size": 8, "train_len": 32}
+    exact, low = (train(settings, data, CPU, dtype, Bar())[1]["loss"] for dtype in (torch.float32, torch.bfloat16))
+    assert low == pytest.approx(exact, abs=0.05) and low != exact
+
+
+def test_files_of_a_run(cli, text, tmp_path):
+    out = tmp_path / "out"
+    code, stdout, _ = cli(train_compare, *TINY, "--data", text, "--out", out, "--seeds", 0, 1)
+    assert code == 0
+    assert tree(out) == sorted([f"checkpoints/{s}-seed{n}.pt" for s in SCHEMES for n in (0, 1)]
+                               + [f"train_compare.{kind}" for kind in ("csv", "json", "md", "png")])
+    result = json.loads((out / "train_compare.json").read_text())
+    assert [(r["scheme"], r["seed"]) for r in result["rows"]] == [(s, n) for s in SCHEMES for n in (0, 1)]
+    assert result["corpus"]["sha256"] == load_corpus(text).sha256
+    assert result["command"].startswith("python train_compare.py --steps 6") and result["versions"]["torch"] == torch.__version__
+    for row in result["rows"]:
+        assert row["tokens"] == 6 * 2 * 16 and 1 < row["val_ppl"] < 300 and row["note"] == ""
+        assert row["position_parameters"] == (16 * 16 * 16 if row["scheme"] == "learned" else 0)
+        assert row["train_ppl"] == pytest.approx(math.exp(row["curve"]["loss"][-1]), rel=1e-4)
+    assert (out / "train_compare.md").read_text() in stdout
+    table = list(csv.DictReader(io.StringIO((out / "train_compare.csv").read_text())))
+    assert [float(line["val_ppl"]) for line in table] == [row["val_ppl"] for row in result["rows"]]
+
+    model, saved = load_model(out / "checkpoints" / "rope-seed1.pt")
+    assert saved["settings"]["scheme"] == "rope" and saved["row"] == result["rows"][5]
+    assert "position" not in " ".join(model.state_dict())
+
+
+def test_what_is_trained_is_not_trained_again(cli, text, tmp_path, monkeypatch):
+    out, trained = tmp_path / "out", []
+    real = train_compare.train_and_score
+    monkeypatch.setattr(train_compare, "train_and_score", lambda settings, *rest: trained.append(settings["scheme"]) or real(settings, *rest))
+    call = lambda *more: cli(train_compare, *TINY, "--data", text, "--out", out, "--schemes", *more)[0]
+    assert call("rope") == 0 and trained == ["rope"]
+    before = json.loads((out / "train_compare.json").read_text())["rows"]
+    assert call("rope", "none") == 0 and trained == ["rope", "none"]
+    assert json.loads((out / "train_compare.json").read_text())["rows"][:1] == before
+    assert call("rope", "none", "--force") == 0 and trained[2:] == ["rope", "none"]
+    assert json.loads((out / "train_compare.json").read_text())["rows"][0]["val_ppl"] == before[0]["val_ppl"]
+    assert call("rope", "--lr", "0.01") == 0 and trained[4:] == ["rope"]  # another setting, another model
+    (out / "checkpoints" / "rope-seed0.pt").write_bytes(b"cut short")
+    assert call("rope") == 0 and trained[5:] == ["rope"]
+    text_before = inspect.getsource(train_compare.learning_rate)
+    monkeypatch.setattr(train_compare.inspect, "getsource", lambda part: text_before + "# changed")
+    assert call("rope") == 0 and trained[6:] == ["rope"]  # other code, another model
+
+
+def test_ctrl_c_keeps_what_is_finished(cli, text, tmp_path, monkeypatch):
+    out, real = tmp_path / "out", train_compare.train
+    def interrupted(settings, *rest):
+        if settings["scheme"] == "rope":
+            raise KeyboardInterrupt
+        return real(settings, *rest)
+    monkeypatch.setattr(train_compare, "train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cli(train_compare, *TINY, "--data", text, "--out", out)
+    assert tree(out / "checkpoints") == ["learned-seed0.pt", "sin-seed0.pt"]
+    assert [row["scheme"] for row in json.loads((out / "train_compare.json").read_text())["rows"]] == ["learned", "sin"]
+
+
+def test_a_run_that_diverges_says_so_and_the_others_go_on(cli, text, tmp_path, monkeypatch):
+    out, real = tmp_path / "out", train_compare.F.cross_entropy
+    calls = []
+    def poisoned(*args, **options):
+        calls.append(1)
+        return real(*args, **options) * (float("nan") if 3 < len(calls) <= 6 else 1)
+    monkeypatch.setattr(train_compare.F, "cross_entropy", poisoned)
+    code, stdout, stderr = cli(train_compare, *TINY, "--data", text, "--out", out, "--schemes", "rope", "none")
+    assert code == 0 and "rope, seed 0: loss nan by step 6 of 6 (peak learning rate 0.02)" in stderr
+    assert tree(out / "checkpoints") == ["none-seed0.pt"]
+    rows = json.loads((out / "train_compare.json").read_text())["rows"]
+    assert rows[0]["val_ppl"] is None and rows[0]["note"].startswith("loss nan by step 6") and rows[1]["val_ppl"] > 1
+    assert "| rope | 1 | – | – |" in stdout
+
+
+def test_own_scheme(cli, text, tmp_path):
+    (tmp_path / "mine.py").write_text("import torch\nfrom torch import nn\nclass Zero(nn.Module):\n    def __init__(self, dim, x=1):\n        super().__init__()\n"
+                                      "        self.dim = dim\n    def forward(self, positions):\n        return torch.zeros(len(positions), self.dim)\n")
+    scheme = f"{tmp_path / 'mine.py'}:Zero:x=3"
+    code, _, _ = cli(train_compare, *TINY, "--data", text, "--out", tmp_path / "out", "--schemes", scheme, "none")
+    rows = json.loads((tmp_path / "out" / "train_compare.json").read_text())["rows"]
+    assert code == 0 and rows[0]["scheme"] == scheme
+    assert rows[0]["val_ppl"] == rows[1]["val_ppl"]  # an encoding of zeros is no encoding
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ("--steps 0", "argument --steps: '0' is not a whole number from 1"),
+    ("--steps -3", "'-3' is not a whole number"),
+    ("--steps many", "'many' is not a whole number"),
+    ("--batch-size 99999999999999", "is not a whole number from 1 to 2147483647"),
+    ("--lr 0", "'0' is not a number above 0"),
+    ("--lr nan", "'nan' is not a number above 0"),
+    ("--seeds 0 0", "--seeds: 0 is given 2 times"),
+    ("--schemes rope rope", "--schemes: rope is given 2 times"),
+    ("--schemes rope ropes", "unknown scheme 'ropes': use learned, sin, rope, alibi, none"),
+    ("--schemes rope:base=x", "base must be a"),
+    ("--schemes learned:max_len=8", "position 15 has no row: max_len is 8"),
+    ("--dim 15", "dim=15 does not divide into n_head=2 heads"),
+    ("--dim 6", "head width 3: must be even"),
+    ("--train-len 100000", "too few for windows of 100,000"),
+    ("--data nowhere", "--data nowhere: no such file or folder"),
+    ("--dtype fp8", "invalid choice: 'fp8'"),
+    ("--device abacus", "--device abacus: there is no such device here"),
+    ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
+])
+def test_wrong_arguments_get_one_line_and_write_nothing(cli, text, tmp_path, wrong, message):
+    out = tmp_path / "out"
+    code, stdout, stderr = cli(train_compare, *TINY, "--data", text, "--out", out, *wrong.split())
+    assert code == 2 and not out.exists() and stdout == ""
+    assert message in stderr and stderr.count("\n") == 1 and stderr.startswith("train_compare.py: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+def test_cuda_where_there_is_none(cli, tmp_path):
+    code, _, stderr = cli(train_compare, "--device", "cuda", "--out", tmp_path / "out")
+    assert code == 2 and "--device cuda: there is no such device here" in stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_training_on_cuda(cli, text, tmp_path):
+    tiny = TINY[:-4]
+    assert cli(train_compare, *tiny, "--data", text, "--out", tmp_path / "out", "--device", "cuda", "--dtype", "bf16")[0] == 0
+    model, _ = load_model(tmp_path / "out" / "checkpoints" / "alibi-seed0.pt")
+    assert next(model.parameters()).device.type == "cpu"
+
+
+def test_dtype_auto(monkeypatch):
+    for units, expected in (({"avx512_bf16": True}, torch.bfloat16), ({"amx_bf16": True}, torch.bfloat16), ({"avx2": True}, torch.float32), ({}, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units)
+        assert pick_dtype("auto", CPU) == expected
+    assert pick_dtype("auto", torch.device("mps")) == torch.float32
+    assert pick_dtype("bf16", CPU) == torch.bfloat16
