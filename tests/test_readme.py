@@ -32,7 +32,7 @@ def test_the_scheme_of_ones_own_plugs_in(tmp_path):
 def test_every_flag_is_in_the_readme_and_every_flag_in_the_readme_is_one(driver):
     flags = set(re.findall(r"add_argument\(\"(--[a-z-]+)\"", (HERE / f"{driver}.py").read_text("utf-8")))
     section = README.split(f"`python {driver}.py`", 1)[1].split("\n\n", 2)[1]
-    assert set(re.findall(r"--[a-z-]+", section)) == flags
+    assert set(re.findall(r"--[a-z][a-z-]*", section)) == flags
 
 
 def test_files_named_in_the_readme_are_there():
