@@ -58,6 +58,8 @@ def pick_device(name):
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
+        if device.type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError
     except (RuntimeError, AssertionError, NotImplementedError):
         raise ValueError(f"--device {name}: there is no such device here; use auto or cpu") from None
     return device
@@ -108,6 +110,17 @@ def write_file(path, content):
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def writable_folder(path):
+    """Make the folder --out. ValueError if it cannot be made or written to, before anything is computed for it."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {path}: cannot be made ({error.strerror})") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {path}: cannot be written to")
+    return Path(path)
 
 
 def write_json(path, data):

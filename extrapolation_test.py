@@ -15,8 +15,9 @@ from tqdm import tqdm
 import score
 from common import Parser, distinct, pick_device, pick_dtype, provenance, run, whole, write_file, write_json
 from data.corpus import load_corpus
-from report import markdown_table, mean_std, plot_extrapolation, spread, write_csv
+from report import buckets, markdown_table, mean_std, plot_extrapolation, spread, write_csv
 from tiny_lm import SCHEMES, load_model
+from train_compare import checkpoint_path
 
 QUICK = dict(out="results/quick", span_bytes=16384, windows=32)
 SAME = ("steps", "batch_size", "train_len", "dim", "n_layer", "n_head", "lr", "adam_lr", "dtype", "sha256")  # in a fair comparison
@@ -45,7 +46,8 @@ def arguments():
 def find_checkpoints(out, schemes, seeds):
     """The wanted checkpoints -> [(model, settings)], in the order of SCHEMES. ValueError if none, or of unlike training."""
     found = []
-    for path in sorted((Path(out) / "checkpoints").glob("*.pt")):
+    patterns = [checkpoint_path(out, scheme, "*").name for scheme in schemes] if schemes else ["*.pt"]
+    for path in sorted({path for pattern in patterns for path in (Path(out) / "checkpoints").glob(pattern)}):
         model, saved = load_model(path)
         settings = saved["settings"]
         if (schemes is None or settings["scheme"] in schemes) and (seeds is None or settings["seed"] in seeds):
@@ -81,13 +83,12 @@ def measure(models, data, lengths, protocols, span_bytes, windows, device):
                            low=None, high=None, targets=0, note="")
                 try:
                     nats = score.span(model, data, n, stretch, device) if protocol == "span" else score.fixed(model, data, n, ends, device)
-                    low, high = score.bootstrap(nats)
-                    row |= dict(nll=round(float(nats.mean()), 5), ppl=round(score.perplexity(nats), 4), low=round(low, 4), high=round(high, 4),
-                                targets=nats.size)
-                    if protocol == "span" and n == longest:
+                    row |= score.scores(nats)
+                    if protocol == "span" and n == longest and row["ppl"] is not None:
                         by_position.setdefault(settings["scheme"], []).append(nats.mean(axis=0))
-                except ValueError as error:  # a position that the scheme has no row for
-                    row["note"] = f"max_len {model.position.max_len}" if hasattr(model.position, "max_len") else str(error)
+                except ValueError as error:  # a position that the scheme has no row for, or a length too short to be scored
+                    limit = getattr(model.position, "max_len", n)
+                    row["note"] = f"max_len {limit}" if limit < n else str(error)
                 except RuntimeError as error:
                     if "memory" not in str(error):
                         raise
@@ -137,8 +138,10 @@ def tables(rows, summary, lengths, protocols, train_len):
             lines.append(line)
         header = ["perplexity at n ="] + lengths + (["usable length"] if protocol == "fixed" else [])
         text.append(titles[protocol] + "\n\n" + markdown_table(header, lines))
-    seeds = sorted({row["seed"] for row in rows})
-    note = f"Trained at {train_len} bytes. " + (f"Mean ± sample standard deviation over seeds {', '.join(map(str, seeds))}." if len(seeds) > 1 else f"Seed {seeds[0]}.")
+    seeds = {scheme: ", ".join(dict.fromkeys(str(row["seed"]) for row in rows if row["scheme"] == scheme)) for scheme in dict.fromkeys(row["scheme"] for row in rows)}
+    which = set(seeds.values())
+    named = "; ".join(f"{scheme}: {text}" for scheme, text in seeds.items()) if len(which) > 1 else which.pop()
+    note = f"Trained at {train_len} bytes. " + ("Mean ± sample standard deviation over seeds " if "," in named else "Seed ") + named + "."
     return note + "\n\n" + "\n".join(text)
 
 
@@ -154,8 +157,6 @@ def prepare(args):
     lengths = sorted(args.lengths or [trained["train_len"] * factor for factor in (1, 2, 4, 8)])
     corpus.require(max(lengths))
     protocols = ["span", "fixed"] if args.protocol == "both" else [args.protocol]
-    if "fixed" in protocols and lengths[0] < score.K:
-        raise ValueError(f"--lengths {lengths[0]}: the fixed protocol scores the last {score.K} targets, so lengths start at {score.K}; or use --protocol span")
     if "span" in protocols:
         score.span_length(lengths, args.span_bytes, len(corpus.val))
     for model, _ in models:
@@ -180,10 +181,9 @@ def main():
         raise
     summary, by_position = summarise(rows), {scheme: np.mean(nats, axis=0) for scheme, nats in by_position.items()}
     text, out = tables(rows, summary, lengths, protocols, trained["train_len"]), Path(args.out)
-    curves = {scheme: [round(float(v), 4) for v in nats.reshape(-1, max(1, len(nats) // 128)).mean(axis=1)] for scheme, nats in by_position.items()
-              if len(nats) % 128 == 0}
+    curves = {scheme: dict(zip(("position", "nats"), ([round(v, 4) for v in values] for values in buckets(nats, 128)))) for scheme, nats in by_position.items()}
     write_json(out / "extrapolation.json", provenance(corpus, device, dtype)
-               | {"trained": {key: trained[key] for key in SAME}, "summary": summary, "rows": rows, "nats_by_position_in_128_buckets": curves})
+               | {"trained": {key: trained[key] for key in SAME}, "summary": summary, "rows": rows, "by_position": curves})
     write_csv(out / "extrapolation.csv", rows)
     write_file(out / "extrapolation.md", text)
     drawn = [cell for cell in summary if cell["ppl"] is not None]

@@ -1,8 +1,14 @@
 """Rows -> tables and pictures. A row is a dict; the drivers make rows, this file only shows them."""
 import csv
 import io
+import math
 import re
 from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 from common import write_file
 
@@ -49,11 +55,7 @@ def mean_std(values):
 
 
 def _figure(panels, width):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "0"})
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     return plt.subplots(1, panels, figsize=(width, 4.4), layout="constrained", squeeze=False)
 
 
@@ -61,13 +63,11 @@ def _save(figure, path):
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=100, metadata={"Software": None})
     write_file(path, picture.getvalue())
-    import matplotlib.pyplot as plt
     plt.close(figure)
 
 
 def _label_ends(axis, ends, log):
     """Each line's name at its right end, pushed apart where two would touch: ends {name: (x, y, colour)}."""
-    import math
     if not ends:
         return
     scale, back = (math.log, math.exp) if log else (float, float)
@@ -125,7 +125,7 @@ def plot_extrapolation(path, summary, by_position, train_len):
         axis.set(xscale="log", yscale="log", xlabel="evaluation length n, bytes", ylabel="perplexity per byte", title=titles[protocol])
         lengths = sorted({c["n"] for c in summary})
         axis.set_xticks(lengths, [f"{n}" for n in lengths])
-        axis.xaxis.set_minor_locator(__import__("matplotlib.ticker").ticker.NullLocator())
+        axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("{x:g}")
         axis.tick_params(axis="y", which="minor", labelsize=8)

@@ -75,17 +75,24 @@ def fixed_ends(available, longest, windows):
 
 
 def fixed(model, data, n, ends, device="cpu"):
-    """Fixed-target protocol: windows of n ≥ K bytes that end at `ends` -> nats of the last K targets, float64 (W, K)."""
+    """Fixed-target protocol: windows of n bytes that end at `ends` -> nats of the last K targets, float64 (W, K).
+
+    ValueError for n < K.
+    """
     if n < K:
-        raise ValueError(f"length {n}: the fixed protocol scores the last {K} targets, so lengths start at {K}")
+        raise ValueError(f"{n} < {K} targets")
     index = ends[:, None] + np.arange(-n, 1)  # (W, n + 1)
     window = np.asarray(data[index])
     return window_nats(model, window[:, :-1], window[:, 1:], K, device)
 
 
 def perplexity(nats):
-    """exp of the mean over all targets: windows have equal numbers of targets, so no window counts more than another."""
-    return math.exp(nats.mean())
+    """exp of the mean over all targets: windows have equal numbers of targets, so no window counts more than another.
+
+    None where that is no number: a loss that is NaN or infinite, or so large that its exponential is.
+    """
+    nll = float(nats.mean())
+    return math.exp(nll) if nll < 700 else None
 
 
 def bootstrap(nats, resamples=1000):
@@ -93,7 +100,17 @@ def bootstrap(nats, resamples=1000):
     means = nats.mean(axis=1)
     drawn = np.random.default_rng(0).integers(0, len(means), (resamples, len(means)))
     low, high = np.percentile(means[drawn].mean(axis=1), (2.5, 97.5))
-    return math.exp(low), math.exp(high)
+    return math.exp(min(low, 700)), math.exp(min(high, 700))
+
+
+def scores(nats):
+    """What a row says of its nats: nll, ppl, its interval low … high, targets, and a note where there is no perplexity."""
+    nll, ppl = float(nats.mean()), perplexity(nats)
+    if ppl is None:
+        return dict(nll=round(nll, 4) if math.isfinite(nll) else None, ppl=None, low=None, high=None, targets=nats.size,
+                    note=f"loss {nll:.4g} nats")
+    low, high = bootstrap(nats)
+    return dict(nll=round(nll, 5), ppl=round(ppl, 4), low=round(low, 4), high=round(high, 4), targets=nats.size, note="")
 
 
 def usable_length(ppl, train_len):

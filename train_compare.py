@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import score
-from common import (HERE, Parser, code_hash, distinct, pick_device, pick_dtype, positive, provenance, run, whole, write_file,
-                    write_json)
+from common import (HERE, Parser, code_hash, distinct, pick_device, pick_dtype, positive, provenance, run, whole, writable_folder,
+                    write_file, write_json)
 from data.corpus import NUMPY_SHA256, load_corpus
 from report import markdown_table, plot_loss_curves, spread, write_csv
 from tiny_lm import SCHEMES, TinyLM, load_model, parse_scheme
 
-QUICK = dict(steps=100, batch_size=16, train_len=64, dim=64, n_layer=2, out="results/quick", span_bytes=16384)
+QUICK = dict(steps=250, batch_size=16, train_len=64, dim=64, n_layer=2, out="results/quick", span_bytes=16384)
 
 
 class Diverged(Exception):
@@ -56,7 +56,7 @@ def arguments():
     where.add_argument("--out", default="results", help="folder for results and checkpoints (default: results)")
     where.add_argument("--span-bytes", type=whole(1), default=131072, help="held-out bytes that the validation perplexity is measured on (default: 131072)")
     where.add_argument("--force", action="store_true", help="train again what is already trained")
-    where.add_argument("--quick", action="store_true", help="a small network and 100 steps, into results/quick/; other flags still count")
+    where.add_argument("--quick", action="store_true", help="a small network and 250 steps, into results/quick/; other flags still count")
     if "--quick" in sys.argv[1:]:
         parser.set_defaults(**QUICK)
     return parser, parser.parse_args()
@@ -143,11 +143,11 @@ def train_and_score(settings, corpus, device, dtype, span_bytes):
         except Diverged as error:
             return None, row | {"note": str(error)}
     seconds = time.perf_counter() - started
-    nats = score.span(model, corpus.val, n, score.span_length([n], span_bytes, len(corpus.val)), device)
+    scored = score.scores(score.span(model, corpus.val, n, score.span_length([n], span_bytes, len(corpus.val)), device))
     last = max(1, len(curve["loss"]) // 10)
     parameters = sum(p.numel() for p in model.parameters())
     return model, row | dict(
-        train_ppl=round(math.exp(sum(curve["loss"][-last:]) / last), 4), val_ppl=round(score.perplexity(nats), 4),
+        train_ppl=round(math.exp(sum(curve["loss"][-last:]) / last), 4), val_ppl=scored["ppl"], note=scored["note"],
         parameters=parameters, position_parameters=parameters - sum(p.numel() for p in plain.parameters()),
         seconds=round(seconds, 1), tokens_per_second=round(row["tokens"] / seconds), curve=curve)
 
@@ -165,6 +165,7 @@ def prepare(args):
     dtype = pick_dtype(args.dtype, device)
     corpus = load_corpus(args.data)
     corpus.require(args.train_len)
+    score.span_length([args.train_len], args.span_bytes, len(corpus.val))
     size = dict(dim=args.dim, n_layer=args.n_layer, n_head=args.n_head, max_len=16 * args.train_len)
     paths, runs = {}, []
     for scheme in args.schemes:
@@ -222,10 +223,9 @@ def main():
     parser, args = arguments()
     try:
         device, dtype, corpus, runs = prepare(args)
+        out = writable_folder(args.out)
     except ValueError as error:
         parser.error(str(error))
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
     print(f"{corpus.name}: {len(corpus.train):,} bytes to train on, {len(corpus.val):,} held out; {device.type}, {str(dtype).removeprefix('torch.')}, "
           f"{torch.get_num_threads()} threads")
     if args.data == "numpy" and corpus.sha256 != NUMPY_SHA256:

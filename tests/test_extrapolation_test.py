@@ -52,6 +52,13 @@ def test_table_of_all_schemes(cli, out):
     assert "notice" not in stdout
 
 
+def test_default_lengths_shorter_than_the_fixed_targets(cli, out):
+    code, stdout, _ = cli(extrapolation_test, "--out", out, *CPU, "--schemes", "none", "--seeds", 0)
+    assert code == 0
+    rows = {(r["protocol"], r["n"]): r for r in json.loads((out / "extrapolation.json").read_text())["rows"]}
+    assert rows["fixed", 16]["note"] == "16 < 64 targets" and rows["fixed", 64]["ppl"] > 1 and rows["span", 16]["ppl"] > 1
+
+
 def test_the_number_at_the_training_length_is_the_one_of_training(cli, out):
     rows = json.loads((out / "train_compare.json").read_text())["rows"]
     cli(extrapolation_test, "--out", out, *CPU, "--lengths", 16, "--span-bytes", 64, "--protocol", "span")
@@ -99,7 +106,6 @@ def test_out_of_memory_marks_the_cell_and_goes_on():
     ("--lengths 0", "'0' is not a whole number from 1"),
     ("--lengths 64 64", "--lengths: 64 is given 2 times"),
     ("--lengths 999999", "too few for windows of 999,999"),
-    ("--lengths 32 64", "--lengths 32: the fixed protocol scores the last 64 targets"),
     ("--lengths 64 97 101", "no span of at most"),
     ("--schemes rope sinus", "no checkpoint of sinus in"),
     ("--seeds 5", "no checkpoint in"),
@@ -122,6 +128,22 @@ def test_no_checkpoints_names_the_command_that_makes_them(cli, tmp_path, monkeyp
         code, _, stderr = cli(extrapolation_test, *flags)
         assert code == 2 and stderr.endswith(command) and stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_seeds_that_differ_between_schemes_are_named(cli, out):
+    (out / "checkpoints" / "rope-seed1.pt").unlink()
+    code, stdout, _ = cli(extrapolation_test, "--out", out, *CPU, "--protocol", "span", "--schemes", "rope", "alibi")
+    assert code == 0 and "over seeds rope: 0; alibi: 0, 1." in stdout
+
+
+def test_a_model_that_gives_nan_is_noted(cli, out):
+    path = out / "checkpoints" / "rope-seed1.pt"
+    saved = torch.load(path, weights_only=True)
+    saved["model"]["norm.weight"][:] = float("nan")
+    torch.save(saved, path)
+    code, stdout, _ = cli(extrapolation_test, "--out", out, *CPU, "--schemes", "rope", "--seeds", 1)
+    assert code == 0 and "| rope | loss nan nats | loss nan nats |" in stdout
+    assert "NaN" not in (out / "extrapolation.json").read_text()
 
 
 def test_a_broken_checkpoint_is_named(cli, out):

@@ -99,6 +99,14 @@ def test_perplexity_is_the_exponential_of_the_mean_not_the_mean_of_exponentials(
     assert score.perplexity(np.array([[0.0, 0.0], [2.0, 2.0]])) == pytest.approx(2.718282, abs=1e-6)
 
 
+def test_a_loss_that_has_no_perplexity_is_noted_and_stays_out_of_json():
+    for value, nll, note in ((float("nan"), None, "loss nan nats"), (float("inf"), None, "loss inf nats"), (5000.0, 5000.0, "loss 5000 nats")):
+        row = score.scores(np.full((4, 3), value))
+        assert (row["nll"], row["ppl"], row["low"], row["high"], row["note"]) == (nll, None, None, None, note)
+    row = score.scores(np.array([[0.0, 0.0], [2.0, 2.0]]))
+    assert (row["nll"], row["ppl"], row["targets"], row["note"]) == (1.0, 2.7183, 4, "") and 1 <= row["low"] < row["high"] <= math.exp(2) + 1e-3
+
+
 def test_the_places_of_fixed_targets_do_not_move_with_the_longest_length():
     short, long = score.fixed_ends(400_000, 2048, 128), score.fixed_ends(400_000, 16384, 128)
     assert np.array_equal(short, long) and len(short) == 128
@@ -148,7 +156,7 @@ def test_memory_that_runs_out_is_met_with_a_smaller_batch_first():
 def test_errors_name_the_numbers():
     with pytest.raises(ValueError, match=r"all lengths \[7, 11, 13\] \(the smallest is 1,001\)"):
         score.span_length([7, 11, 13], 1000, 5000)
-    with pytest.raises(ValueError, match="length 63: the fixed protocol scores the last 64"):
+    with pytest.raises(ValueError, match="63 < 64 targets"):
         score.fixed(uniform, DATA, 63, np.array([100]))
     with pytest.raises(ValueError, match=r"100 held-out bytes are too few for windows of 100 \(needed: 101\)"):
         score.fixed_ends(100, 100, 10)

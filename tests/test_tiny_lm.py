@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pos_alibi import ALiBiAttention
 from tiny_lm import SCHEMES, BlockCausalAttention, TinyLM, attend, load_model, parse_scheme
 
 SMALL = dict(dim=32, n_layer=2, n_head=4, max_len=64)
@@ -169,6 +170,16 @@ def test_training_and_evaluation_paths_give_the_same_logits(scheme):
     with torch.no_grad():
         evaluated = model(ids)
     assert torch.allclose(model(ids), evaluated, atol=2e-4)
+
+
+def test_alibi_trains_in_bf16_as_the_plain_bias_says():
+    """The strips get the bias through bfloat16 products; what they give is what float32 gives, but for rounding."""
+    torch.manual_seed(0)
+    layer, x = ALiBiAttention(48, 12, attend=attend), torch.randn(2, 200, 48)
+    with torch.no_grad():
+        exact = layer(x)
+    low = layer.bfloat16()(x.bfloat16().requires_grad_())
+    assert (low.float() - exact).abs().max() < 0.03
 
 
 def test_options():

@@ -199,6 +199,8 @@ def test_own_scheme(cli, text, tmp_path):
     ("--data nowhere", "--data nowhere: no such file or folder"),
     ("--dtype fp8", "invalid choice: 'fp8'"),
     ("--device abacus", "--device abacus: there is no such device here"),
+    ("--device meta", "--device meta: there is no such device here"),
+    ("--span-bytes 15", "--span-bytes"),
     ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
 ])
 def test_wrong_arguments_get_one_line_and_write_nothing(cli, text, tmp_path, wrong, message):
@@ -206,6 +208,13 @@ def test_wrong_arguments_get_one_line_and_write_nothing(cli, text, tmp_path, wro
     code, stdout, stderr = cli(train_compare, *TINY, "--data", text, "--out", out, *wrong.split())
     assert code == 2 and not out.exists() and stdout == ""
     assert message in stderr and stderr.count("\n") == 1 and stderr.startswith("train_compare.py: ")
+
+
+def test_out_that_cannot_be_a_folder(cli, text, tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        code, _, stderr = cli(train_compare, *TINY, "--data", text, "--out", out)
+        assert code == 2 and f"--out {out}: cannot be made" in stderr and stderr.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
