@@ -219,6 +219,7 @@ class BlockCausalAttention(torch.autograd.Function):
         return y.unflatten(0, shape[:-2])
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_y):
         q, k, v, *strips = ctx.saved_tensors
         grad_y = grad_y.flatten(0, -3)

@@ -157,6 +157,19 @@ def test_casts_leave_slopes_and_distances_alone(dtype):
     assert len(bias.unique()) == 5 and len(bias.to(torch.bfloat16).unique()) == 1
 
 
+def test_bidirectional_bias_is_not_rounded_to_bfloat16():
+    """q = k = 0 and slope 2^-8: the weight of one far token, read off the output, to the output's own rounding."""
+    module = ALiBiAttention(2, 1, causal=False)
+    with torch.no_grad():
+        module.qkv.weight.zero_()
+        module.qkv.weight[4:] = torch.eye(2)
+        module.out.weight.copy_(torch.eye(2))
+    x = torch.zeros(1, 1500, 2)
+    x[0, 1301, 0] = 512
+    exact = 512 * (-torch.arange(1500).double() / 256).softmax(0)[1301].item()
+    assert module.bfloat16()(x.bfloat16())[0, 0, 0].item() == pytest.approx(exact, rel=2**-8)
+
+
 def test_errors_name_the_numbers():
     with pytest.raises(ValueError, match="dim=10 does not divide into n_head=4 heads"):
         ALiBiAttention(10, 4)

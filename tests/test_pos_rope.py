@@ -123,6 +123,18 @@ def test_module_equals_the_formula_with_a_librarys_rotation(T, causal):
     assert torch.allclose(module(x), reference, rtol=0, atol=1e-5)
 
 
+def test_half_split_module_equals_the_formula_with_hugging_face_llama():
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+    config = LlamaConfig(head_dim=8, hidden_size=24, num_attention_heads=3, rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+    torch.manual_seed(0)
+    module, x = RoPEAttention(24, 3, base=77.0, interleaved=False), torch.randn(2, 11, 24)
+    cos, sin = LlamaRotaryEmbedding(config)(x, torch.arange(11)[None])
+    reference = plain_attention(module, x, lambda q: apply_rotary_pos_emb(q, q, cos, sin)[0])
+    assert torch.allclose(module(x), reference, rtol=0, atol=1e-5)
+    assert not torch.allclose(RoPEAttention(24, 3, base=77.0)(x), reference, atol=1e-3)
+
+
 def test_module_depends_on_distance_only():
     torch.manual_seed(0)
     module, x = RoPEAttention(32, 4).double(), torch.randn(2, 20, 32, dtype=torch.float64)

@@ -126,6 +126,7 @@ def test_bootstrap_interval_covers_and_narrows():
 
 @pytest.mark.parametrize("ppl, usable", [
     ({256: 3.0, 512: 3.1, 1024: 3.15, 2048: 3.2}, 1024),  # 1.05 × 3 = 3.15 still counts
+    ({256: 3.0, 512: 3.16}, 256),
     ({256: 3.0, 512: 4.0, 1024: 3.0}, 256),  # what comes after a break does not
     ({64: 9.0, 256: 3.0, 512: 2.9}, 512),  # lengths below the training length do not count
     ({256: 3.0, 512: None, 1024: 3.0}, 256),
