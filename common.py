@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
     """Shows each default in --help; a wrong argument gets one line and exit code 2."""
 
     def __init__(self, description):
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: {message}\n")
@@ -35,13 +35,13 @@ def whole(low, high=2**31 - 1):
 
 
 def positive(text):
-    """argparse type: a number above 0."""
+    """argparse type: a number above 0, at most 1000."""
     try:
-        if 0 < float(text) < float("inf"):
+        if 0 < float(text) <= 1000:
             return float(text)
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0 and at most 1000")
 
 
 def distinct(flag, values):
@@ -56,10 +56,10 @@ def pick_device(name):
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     try:
+        if name.partition(":")[0] not in ("cpu", "cuda", "mps"):
+            raise RuntimeError
         device = torch.device(name)
         torch.empty(1, device=device)
-        if device.type not in ("cpu", "cuda", "mps"):
-            raise RuntimeError
     except (RuntimeError, AssertionError, NotImplementedError):
         raise ValueError(f"--device {name}: there is no such device here; use auto or cpu") from None
     return device
@@ -75,8 +75,8 @@ def pick_dtype(name, device):
 
 
 def code_hash(*sources):
-    """One short hash over pieces of source text."""
-    return hashlib.sha256("\0".join(sources).encode()).hexdigest()[:16]
+    """One short hash over pieces of source text, whatever their line ends."""
+    return hashlib.sha256(b"\0".join(source.replace(b"\r\n", b"\n") for source in sources)).hexdigest()[:16]
 
 
 def provenance(corpus, device, dtype):
@@ -104,7 +104,7 @@ def write_file(path, content):
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(partial, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -118,7 +118,7 @@ def writable_folder(path):
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out {path}: cannot be made ({error.strerror})") from None
-    if not os.access(path, os.W_OK | os.X_OK):
+    if not os.access(Path(path), os.W_OK | os.X_OK):
         raise ValueError(f"--out {path}: cannot be written to")
     return Path(path)
 
@@ -129,6 +129,9 @@ def write_json(path, data):
 
 def run(main):
     """Run a driver; Ctrl-C and what the operating system refuses end in one line, not a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.reconfigure(errors="replace")  # a terminal that cannot show ± gets a question mark
     try:
         main()
     except KeyboardInterrupt:

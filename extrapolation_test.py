@@ -13,14 +13,14 @@ import numpy as np
 from tqdm import tqdm
 
 import score
-from common import Parser, distinct, pick_device, pick_dtype, provenance, run, whole, write_file, write_json
+from common import Parser, distinct, pick_device, pick_dtype, provenance, run, whole, writable_folder, write_file, write_json
 from data.corpus import load_corpus
 from report import buckets, markdown_table, mean_std, plot_extrapolation, spread, write_csv
-from tiny_lm import SCHEMES, load_model
+from tiny_lm import SCHEMES, load_model, reason
 from train_compare import checkpoint_path
 
 QUICK = dict(out="results/quick", span_bytes=16384, windows=32)
-SAME = ("steps", "batch_size", "train_len", "dim", "n_layer", "n_head", "lr", "adam_lr", "dtype", "sha256")  # in a fair comparison
+SAME = ("steps", "batch_size", "train_len", "dim", "n_layer", "n_head", "lr", "adam_lr", "dtype", "sha256", "held_out")  # in a fair comparison
 
 
 def arguments():
@@ -30,7 +30,7 @@ def arguments():
     what.add_argument("--seeds", nargs="+", type=whole(0), metavar="N", help="only these (default: every seed there is)")
     what.add_argument("--lengths", nargs="+", type=whole(1), metavar="N", help="in bytes (default: 1, 2, 4 and 8 times the training length: 256 512 1024 2048)")
     what.add_argument("--protocol", choices=("span", "fixed", "both"), default="both", help="(default: both)")
-    what.add_argument("--span-bytes", type=whole(1), default=131072, help="span: how many held-out bytes are scored (default: 131072)")
+    what.add_argument("--span-bytes", type=whole(1), default=score.SPAN_BYTES, help=f"span: how many held-out bytes are scored (default: {score.SPAN_BYTES})")
     what.add_argument("--windows", type=whole(2), default=128, help=f"fixed: how many windows, with {score.K} targets each (default: 128)")
     where = parser.add_argument_group("where to read, run and write")
     where.add_argument("--data", help="text to read (default: the held-out part of what the models were trained on)")
@@ -46,7 +46,7 @@ def arguments():
 def find_checkpoints(out, schemes, seeds):
     """The wanted checkpoints -> [(model, settings)], in the order of SCHEMES. ValueError if none, or of unlike training."""
     found = []
-    patterns = [checkpoint_path(out, scheme, "*").name for scheme in schemes] if schemes else ["*.pt"]
+    patterns = [checkpoint_path(out, scheme, seed).name if scheme else f"*-seed{seed}.pt" for scheme in schemes or [None] for seed in seeds or ["*"]]
     for path in sorted({path for pattern in patterns for path in (Path(out) / "checkpoints").glob(pattern)}):
         model, saved = load_model(path)
         settings = saved["settings"]
@@ -86,13 +86,10 @@ def measure(models, data, lengths, protocols, span_bytes, windows, device):
                     row |= score.scores(nats)
                     if protocol == "span" and n == longest and row["ppl"] is not None:
                         by_position.setdefault(settings["scheme"], []).append(nats.mean(axis=0))
-                except ValueError as error:  # a position that the scheme has no row for, or a length too short to be scored
-                    limit = getattr(model.position, "max_len", n)
-                    row["note"] = f"max_len {limit}" if limit < n else str(error)
-                except RuntimeError as error:
-                    if "memory" not in str(error):
-                        raise
-                    row["note"] = "out of memory"
+                except Exception as error:  # whatever a scheme raises at a length, its other cells and the other rows go on
+                    limit = getattr(model.position, "max_len", None)
+                    row["note"] = (f"max_len {limit}" if isinstance(limit, int) and limit < n else str(error) if isinstance(error, ValueError)
+                                   else "out of memory" if "memory" in str(error) else reason(error))
                 rows.append(row)
                 bar.update()
     bar.close()
@@ -153,7 +150,10 @@ def prepare(args):
     dtype = pick_dtype(args.dtype, device)
     models = find_checkpoints(args.out, args.schemes, args.seeds)
     trained = models[0][1]
-    corpus = load_corpus(args.data or trained["data"])
+    try:
+        corpus = load_corpus(trained["data"] if args.data is None else args.data)
+    except ValueError as error:
+        raise ValueError(str(error) + ("; the models were trained on it, say with --data where it is now" if args.data is None else "")) from None
     lengths = sorted(args.lengths or [trained["train_len"] * factor for factor in (1, 2, 4, 8)])
     corpus.require(max(lengths))
     protocols = ["span", "fixed"] if args.protocol == "both" else [args.protocol]
@@ -161,6 +161,7 @@ def prepare(args):
         score.span_length(lengths, args.span_bytes, len(corpus.val))
     for model, _ in models:
         model.to(device, dtype)
+    writable_folder(args.out)
     return device, dtype, models, corpus, lengths, protocols
 
 
@@ -171,8 +172,8 @@ def main():
     except ValueError as error:
         parser.error(str(error))
     trained = models[0][1]
-    if corpus.sha256 != trained["sha256"]:
-        print(f"notice: the models were trained on other text than this ({corpus.name}, SHA-256 {corpus.sha256[:16]}…); "
+    if (corpus.sha256, corpus.held_out) != (trained["sha256"], trained["held_out"]):
+        print(f"notice: the models were trained on other text, or another part of it, than this ({corpus.name}, SHA-256 {corpus.sha256[:16]}…); "
               "what is held out here may have been seen in training, or may be of another kind")
     try:
         rows, by_position = measure(models, corpus.val, lengths, protocols, args.span_bytes, args.windows, device)

@@ -35,9 +35,17 @@ def alibi_bias(slopes, q_positions, k_positions):
     """The plain bias −m_h·|i − j|: (H,), (Tq,) and (Tk,) -> (H, Tq, Tk), float32, ready to be added to q·k/√D.
 
     Positions are integers; with a batch axis, (B, Tq) and (B, Tk), the result is (B, H, Tq, Tk).
+    ValueError: positions that are not integers.
     """
+    q_positions, k_positions = _integers(q_positions), _integers(k_positions)
     minus_distance = -(q_positions[..., :, None] - k_positions[..., None, :]).abs()  # exact: integers
     return slopes.float()[:, None, None] * minus_distance.unsqueeze(-3)
+
+
+def _integers(positions):
+    if positions.dtype.is_floating_point or positions.dtype.is_complex or positions.dtype == torch.bool:
+        raise ValueError(f"positions are {positions.dtype}; they must be integers")
+    return positions.long()  # differences of uint8 would wrap around
 
 
 def ride_along(q, k, v, slopes, positions):
@@ -45,11 +53,12 @@ def ride_along(q, k, v, slopes, positions):
 
     Three channel pairs hold q: (32, −r_i), k: (r_j, 32), with r the parts of m·p·√D/32, largest first, each exact in the
     dtype of q. A pair adds 32·(r_j − r_i), so that after the division by √D the score has gained m·j − m·i = −m·|i − j|
-    for j ≤ i. The pairs come first, so near the diagonal large numbers cancel before q·k is added; 32 in place of 1
-    keeps float16 from overflowing; two zero channels make the width a multiple of 8, as fused kernels want.
-    v gets eight zeros, since fused kernels take q, k and v of one width.
+    for j ≤ i. Positions count from the first one, since only differences matter; the pairs come first, so near the
+    diagonal large numbers cancel before q·k is added; 32 in place of 1 keeps float16 from overflowing; two zero channels
+    make the width a multiple of 8, as fused kernels want. v gets eight zeros: fused kernels take q, k, v of one width.
     q, k, v (B, H, T, D), positions (T,) or (B, T), not falling -> q, k, v (B, H, T, D + 8); the scale stays 1/√D.
     """
+    positions = positions - positions[..., :1]
     exact = torch.float32 if q.device.type == "mps" else torch.float64
     rest = slopes.to(exact)[:, None] * positions.to(exact).unsqueeze(-2) * (q.shape[-1] ** 0.5 / 32)  # ([B,] H, T)
     q_rider, k_rider = (q.new_zeros(*rest.shape, 8) for _ in range(2))
@@ -71,8 +80,9 @@ class ALiBiAttention(nn.Module):
 
     forward(x, positions=None): x (B, T, C), integer positions (T,) or (B, T), default 0 … T−1 -> (B, T, C), dtype of x.
     Distances are between positions; the causal mask goes by order in the sequence. No parameters beyond those of plain
-    attention, no length limit. Causal with positions that never fall (the usual case): memory linear in T, see
-    ride_along. Otherwise the plain (H, T, T) bias, and in float32, because bfloat16 cannot tell distance 1000 from 1004.
+    attention, no length limit. Causal with positions that never fall and have no huge gaps (the usual case): memory
+    linear in T, see ride_along. Otherwise the plain (H, T, T) bias, and in float32, because bfloat16 cannot tell
+    distance 1000 from 1004.
     ValueError: dim not divisible by n_head, positions of another shape or not integers.
     """
 
@@ -87,19 +97,18 @@ class ALiBiAttention(nn.Module):
 
     def forward(self, x, positions=None):
         B, T, C = x.shape
-        never_fall = positions is None
+        ride = self.causal
         if positions is None:
             positions = torch.arange(T, device=x.device)
         elif positions.shape not in ((T,), (B, T)):
             raise ValueError(f"positions have shape {tuple(positions.shape)}; must be ({T},) or ({B}, {T})")
-        elif positions.dtype.is_floating_point or positions.dtype.is_complex or positions.dtype == torch.bool:
-            raise ValueError(f"positions are {positions.dtype}; they must be integers")
         else:
-            positions = positions.long()
-            never_fall = bool((positions.diff() >= 0).all())
+            positions = _integers(positions)
+            steps = positions.diff()  # far beyond the number of tokens, rounding would show in the riders' sums
+            ride = ride and bool((steps >= 0).all() and (steps.sum(-1) <= 4096 + 2 * T).all())
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
         slopes, scale = self.slopes.to(x.device), self.head_dim ** -0.5
-        if self.causal and never_fall:
+        if ride:
             y = self.attend(*ride_along(q, k, v, slopes, positions), is_causal=True, scale=scale)[..., :self.head_dim]
         else:
             bias = alibi_bias(slopes, positions, positions)  # (H, T, T) or (B, H, T, T)

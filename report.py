@@ -44,8 +44,8 @@ def spread(values):
     if not values:
         return "–"
     mean, deviation = mean_std(values)
-    digits = 2 if mean < 100 else 1
-    return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if len(values) > 1 else "")
+    style = ".2f" if mean < 100 else ".1f" if mean < 1e5 else ".3g"
+    return f"{mean:{style}}" + (f" ± {deviation:{style}}" if len(values) > 1 else "")
 
 
 def mean_std(values):
@@ -129,7 +129,7 @@ def plot_extrapolation(path, summary, by_position, train_len):
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("{x:g}")
         axis.tick_params(axis="y", which="minor", labelsize=8)
-        axis.margins(x=0.04)
+        axis.set_xlim(lengths[0] / 1.1, lengths[-1] * 1.1)
         _label_ends(axis, ends, log=True)
     if by_position:
         axis, ends = axes[-1], {}

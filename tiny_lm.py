@@ -11,6 +11,7 @@ and its class is one of two kinds, told apart by whether it takes `n_head`:
     embedding   cls(dim, **options), forward(positions) -> (T, dim): added once to the token embeddings
     attention   cls(dim, n_head, **options), forward(x, positions) -> (B, T, dim): the attention of every block. It holds
                 two bias-free linear layers, `qkv` (C -> 3C: q, k, v, heads contiguous inside each) and `out` (C -> C).
+                positions is None for 0 … T−1.
 
 Notation: B batch, T tokens, C = dim the model width, H = n_head heads, D = C/H the head width.
 """
@@ -62,10 +63,10 @@ def parse_scheme(scheme):
     """Scheme string -> (class, options). ValueError names what is unknown and what there is."""
     if ".py:" in scheme:
         path, rest = scheme.split(".py:", 1)
-        name, _, options = rest.partition(":")
+        name, colon, options = rest.partition(":")
         cls = _class_from_file(Path(path + ".py"), name)
     else:
-        name, _, options = scheme.partition(":")
+        name, colon, options = scheme.partition(":")
         if name not in SCHEMES:
             raise ValueError(f"unknown scheme '{scheme}': use {', '.join(SCHEMES)}, or path/to/file.py:ClassName")
         cls = SCHEMES[name]
@@ -73,8 +74,10 @@ def parse_scheme(scheme):
     if "causal" in known and ".py:" not in scheme:
         del known["causal"]  # the language model is causal; an attention that sees what it predicts learns nothing
     chosen = {}
-    for option in filter(None, options.split(",")):
+    for option in options.split(",") if colon else ():
         key, equals, text = option.partition("=")
+        if key in chosen:
+            raise ValueError(f"scheme '{scheme}': {key} is given twice")
         if key not in known or not equals:
             raise ValueError(f"scheme '{scheme}': no option '{option}'; {name} takes "
                              + (", ".join(f"{k}={p.default}" for k, p in known.items()) or "no options"))
@@ -95,6 +98,11 @@ def _option_value(scheme, key, text, default):
         raise ValueError(f"scheme '{scheme}': {key} must be a {kind.__name__}, not '{text}'") from None
 
 
+def reason(error):
+    """An exception in one line."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
 def _class_from_file(path, name):
     if not path.is_file():
         raise ValueError(f"scheme file {path}: no such file")
@@ -102,8 +110,8 @@ def _class_from_file(path, name):
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever somebody's file raises, it is the file that is wrong
-        raise ValueError(f"scheme file {path} cannot be imported: {type(error).__name__}: {error}") from None
+    except (Exception, SystemExit) as error:  # whatever somebody's file raises, it is the file that is wrong
+        raise ValueError(f"scheme file {path} cannot be imported: {reason(error)}") from None
     cls = getattr(module, name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         found = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, nn.Module) and v.__module__ == spec.name]
@@ -189,6 +197,7 @@ class TinyLM(nn.Module):
 def attend(q, k, v, attn_mask=None, is_causal=False, scale=None):
     """F.scaled_dot_product_attention, or what is faster than it: on a CPU its backward takes half of a training step."""
     short_training = q.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad and q.shape[-2] <= 1024
+    short_training = short_training and q.shape[:-1] == k.shape[:-1] == v.shape[:-1]
     if is_causal and attn_mask is None and short_training:
         return BlockCausalAttention.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
@@ -239,12 +248,17 @@ def load_model(path):
     """A checkpoint of train_compare.py -> (TinyLM in float32, everything else in the file). ValueError names a bad file."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        settings = saved["settings"]
-        model = TinyLM(settings["scheme"], **{key: settings[key] for key in ("dim", "n_layer", "n_head", "max_len")})
-        model.load_state_dict(saved.pop("model"))
+        weights, settings, _ = saved.pop("model"), saved["settings"], saved["row"]["note"]
+        scheme, _, _ = (settings[key] for key in ("scheme", "seed", "data"))
+        size = {key: settings[key] for key in ("dim", "n_layer", "n_head", "max_len")}
     except FileNotFoundError:
         raise
-    except Exception as error:  # torch.load raises a dozen types for a file that is cut short or of another kind
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path} is not a checkpoint that train_compare.py can have written here ({reason}); delete it and train again") from None
+    except Exception:  # torch.load raises a dozen types for a file that is cut short or of another kind
+        raise ValueError(f"{path} is not a whole checkpoint of train_compare.py; delete it and train again") from None
+    try:
+        model = TinyLM(scheme, **size)
+        model.load_state_dict(weights)
+    except Exception as error:
+        raise ValueError(f"{path} does not fit this code ({str(error) if isinstance(error, ValueError) else reason(error)}); "
+                         "was its scheme moved or changed?") from None
     return model.eval(), saved

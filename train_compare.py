@@ -25,9 +25,9 @@ from common import (HERE, Parser, code_hash, distinct, pick_device, pick_dtype, 
                     write_file, write_json)
 from data.corpus import NUMPY_SHA256, load_corpus
 from report import markdown_table, plot_loss_curves, spread, write_csv
-from tiny_lm import SCHEMES, TinyLM, load_model, parse_scheme
+from tiny_lm import SCHEMES, TinyLM, load_model, parse_scheme, reason
 
-QUICK = dict(steps=250, batch_size=16, train_len=64, dim=64, n_layer=2, out="results/quick", span_bytes=16384)
+QUICK = dict(steps=250, batch_size=16, train_len=64, dim=64, n_layer=2, out="results/quick")
 
 
 class Diverged(Exception):
@@ -54,7 +54,6 @@ def arguments():
     where.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
     where.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="training precision; auto: bf16 where the hardware has units for it")
     where.add_argument("--out", default="results", help="folder for results and checkpoints (default: results)")
-    where.add_argument("--span-bytes", type=whole(1), default=131072, help="held-out bytes that the validation perplexity is measured on (default: 131072)")
     where.add_argument("--force", action="store_true", help="train again what is already trained")
     where.add_argument("--quick", action="store_true", help="a small network and 250 steps, into results/quick/; other flags still count")
     if "--quick" in sys.argv[1:]:
@@ -126,10 +125,10 @@ def train(settings, data, device, dtype, bar):
     return model, curve
 
 
-def train_and_score(settings, corpus, device, dtype, span_bytes):
+def train_and_score(settings, corpus, device, dtype):
     """One (scheme, seed) -> (model, row): trained, then scored on the held-out text at the training length.
 
-    A run that diverges gives no model, and a row that says when it did.
+    A run that diverges or does not fit in memory gives no model, and a row that says so.
     """
     n, plain = settings["train_len"], TinyLM("none", **{key: settings[key] for key in ("dim", "n_layer", "n_head")})
     row = dict(scheme=settings["scheme"], seed=settings["seed"], steps=settings["steps"], tokens=settings["steps"] * settings["batch_size"] * n,
@@ -142,12 +141,16 @@ def train_and_score(settings, corpus, device, dtype, span_bytes):
             model, curve = train(settings, corpus.train, device, dtype, bar)
         except Diverged as error:
             return None, row | {"note": str(error)}
+        except RuntimeError as error:
+            if "memory" not in str(error):
+                raise
+            return None, row | {"note": "out of memory; try a smaller --batch-size"}
     seconds = time.perf_counter() - started
-    scored = score.scores(score.span(model, corpus.val, n, score.span_length([n], span_bytes, len(corpus.val)), device))
+    scored = score.scores(score.span(model, corpus.val, n, score.span_length([n], score.SPAN_BYTES, len(corpus.val)), device))
     last = max(1, len(curve["loss"]) // 10)
     parameters = sum(p.numel() for p in model.parameters())
     return model, row | dict(
-        train_ppl=round(math.exp(sum(curve["loss"][-last:]) / last), 4), val_ppl=scored["ppl"], note=scored["note"],
+        train_ppl=score.scores(np.array([curve["loss"][-last:]]))["ppl"], val_ppl=scored["ppl"], note=scored["note"],
         parameters=parameters, position_parameters=parameters - sum(p.numel() for p in plain.parameters()),
         seconds=round(seconds, 1), tokens_per_second=round(row["tokens"] / seconds), curve=curve)
 
@@ -155,6 +158,20 @@ def train_and_score(settings, corpus, device, dtype, span_bytes):
 def checkpoint_path(out, scheme, seed):
     """results/checkpoints/rope-base=10-seed0.pt for rope:base=10, seed 0."""
     return Path(out) / "checkpoints" / (re.sub(r"[^A-Za-z0-9=.,+-]+", "-", scheme).strip("-.") + f"-seed{seed}.pt")
+
+
+def try_out(scheme, size, length, device, dtype):
+    """One forward and backward as in training, so that a scheme that cannot work is told before anything is trained."""
+    try:
+        logits = TinyLM(scheme, **size).to(device, dtype)(torch.zeros(2, length, dtype=torch.uint8, device=device))
+        if logits.shape == (2, length, 256):
+            logits.float().square().sum().backward()
+    except ValueError:
+        raise
+    except Exception as error:  # somebody's own class may raise anything
+        raise ValueError(f"scheme '{scheme}' does not work in this network ({str(dtype).removeprefix('torch.')}): {reason(error)}") from None
+    if logits.shape != (2, length, 256):
+        raise ValueError(f"scheme '{scheme}': logits have shape {tuple(logits.shape)}, must be (2, {length}, 256)")
 
 
 def prepare(args):
@@ -165,21 +182,14 @@ def prepare(args):
     dtype = pick_dtype(args.dtype, device)
     corpus = load_corpus(args.data)
     corpus.require(args.train_len)
-    score.span_length([args.train_len], args.span_bytes, len(corpus.val))
+    score.span_length([args.train_len], score.SPAN_BYTES, len(corpus.val))
     size = dict(dim=args.dim, n_layer=args.n_layer, n_head=args.n_head, max_len=16 * args.train_len)
     paths, runs = {}, []
     for scheme in args.schemes:
         cls, _ = parse_scheme(scheme)
-        ids = torch.zeros(1, args.train_len, dtype=torch.uint8)
-        try:
-            with torch.no_grad():
-                shape = tuple(TinyLM(scheme, **size)(ids).shape)
-        except (RuntimeError, TypeError, AttributeError) as error:
-            raise ValueError(f"scheme '{scheme}' does not work in this network: {type(error).__name__}: {str(error).splitlines()[0]}") from None
-        if shape != (1, args.train_len, 256):
-            raise ValueError(f"scheme '{scheme}': logits have shape {shape}, must be (1, {args.train_len}, 256)")
-        code = code_hash(*(inspect.getsource(part) for part in (batch, learning_rate, optimizers, train)),
-                         *(Path(file).read_text("utf-8") for file in (HERE / "tiny_lm.py", HERE / "score.py", HERE / "data" / "corpus.py", inspect.getfile(cls))))
+        try_out(scheme, size, args.train_len, device, dtype)
+        code = code_hash(*(inspect.getsource(part).encode() for part in (batch, learning_rate, optimizers, train)),
+                         *(Path(file).read_bytes() for file in (HERE / "tiny_lm.py", HERE / "score.py", HERE / "data" / "corpus.py", inspect.getfile(cls))))
         for seed in args.seeds:
             path = checkpoint_path(args.out, scheme, seed)
             if path in paths:
@@ -187,7 +197,7 @@ def prepare(args):
             paths[path] = scheme
             runs.append((path, dict(scheme=scheme, seed=seed, steps=args.steps, batch_size=args.batch_size, train_len=args.train_len, **size,
                                     lr=args.lr, adam_lr=args.adam_lr, dtype=str(dtype).removeprefix("torch."), data=args.data,
-                                    sha256=corpus.sha256, code=code)))
+                                    sha256=corpus.sha256, held_out=corpus.held_out, code=code)))
     return device, dtype, corpus, runs
 
 
@@ -224,6 +234,7 @@ def main():
     try:
         device, dtype, corpus, runs = prepare(args)
         out = writable_folder(args.out)
+        writable_folder(out / "checkpoints")
     except ValueError as error:
         parser.error(str(error))
     print(f"{corpus.name}: {len(corpus.train):,} bytes to train on, {len(corpus.val):,} held out; {device.type}, {str(dtype).removeprefix('torch.')}, "
@@ -237,7 +248,7 @@ def main():
             if row:
                 print(f"{settings['scheme']}, seed {settings['seed']}: already trained, {path}")
             else:
-                model, row = train_and_score(settings, corpus, device, dtype, args.span_bytes)
+                model, row = train_and_score(settings, corpus, device, dtype)
                 if model is None:
                     print(f"{settings['scheme']}, seed {settings['seed']}: {row['note']}", file=sys.stderr)
                 else:

@@ -52,6 +52,13 @@ class Corpus:
 
 def load_corpus(source="numpy"):
     """The corpus named or found at `source` (see the top of this file). ValueError says what is wrong with it."""
+    try:
+        return _load(source)
+    except (OSError, RuntimeError) as error:  # no permission, a name too long, a home folder that is not there
+        raise ValueError(f"--data {source}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+def _load(source):
     if source == "numpy":
         return _numpy()
     if source == "shakespeare":
@@ -63,7 +70,7 @@ def load_corpus(source="numpy"):
         hidden = lambda p: any(part.startswith(".") for part in p.relative_to(path).parts)
         files, root = [p for p in path.rglob("*") if p.is_file() and not hidden(p)], path
     elif glob.has_magic(str(path)):
-        files = [p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()]
+        files = {p.resolve(): p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()}.values()  # each once
         root = Path(*path.parts[:next(i for i, part in enumerate(path.parts) if glob.has_magic(part))])
     elif path.exists():
         raise ValueError(f"--data {source}: not a file or a folder; give a regular file, a folder or a glob")
@@ -89,7 +96,7 @@ def _numpy():
 
 def _many_files(texts, name):
     texts = {path: texts[path].replace(b"\r\n", b"\n") for path in sorted(texts)}
-    held = [path for path in texts if int(hashlib.sha256(path.encode()).hexdigest(), 16) % 10 == 0]
+    held = [path for path in texts if int(hashlib.sha256(os.fsencode(path)).hexdigest(), 16) % 10 == 0]
     rule = "files whose path's SHA-256 is divisible by 10"
     train, val = (b"".join(text for path, text in texts.items() if (path in held) == part) for part in (False, True))
     everything = b"".join(texts.values())

@@ -20,7 +20,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     (folder / "words.txt").write_bytes(b"".join(b"%d bottles of beer on the wall\n" % i for i in range(1000)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["train_compare.py", *"--steps 6 --batch-size 2 --train-len 16 --dim 16 --n-layer 1 --n-head 2 --span-bytes 64 --dtype fp32 --device cpu --seeds 0 1".split(),
+        patch.setattr("sys.argv", ["train_compare.py", *"--steps 6 --batch-size 2 --train-len 16 --dim 16 --n-layer 1 --n-head 2 --dtype fp32 --device cpu --seeds 0 1".split(),
                                    "--data", str(folder / "words.txt"), "--out", str(folder / "out")])
         train_compare.main()
     return folder / "out"
@@ -61,7 +61,7 @@ def test_default_lengths_shorter_than_the_fixed_targets(cli, out):
 
 def test_the_number_at_the_training_length_is_the_one_of_training(cli, out):
     rows = json.loads((out / "train_compare.json").read_text())["rows"]
-    cli(extrapolation_test, "--out", out, *CPU, "--lengths", 16, "--span-bytes", 64, "--protocol", "span")
+    cli(extrapolation_test, "--out", out, *CPU, "--lengths", 16, "--protocol", "span")
     again = json.loads((out / "extrapolation.json").read_text())["rows"]
     assert {(r["scheme"], r["seed"]): r["ppl"] for r in again} == {(r["scheme"], r["seed"]): r["val_ppl"] for r in rows}
 
@@ -75,7 +75,7 @@ def test_default_lengths_and_choice_of_schemes(cli, out):
 def test_other_text_is_noticed(cli, out, tmp_path):
     (tmp_path / "other.txt").write_bytes(b"something else " * 2000)
     code, stdout, _ = cli(extrapolation_test, "--out", out, *CPU, "--data", tmp_path / "other.txt", "--schemes", "none", "--protocol", "span")
-    assert code == 0 and "notice: the models were trained on other text than this (other.txt" in stdout
+    assert code == 0 and "notice: the models were trained on other text, or another part of it, than this (other.txt" in stdout
 
 
 def test_summary_is_mean_and_sample_deviation_over_seeds():
@@ -149,14 +149,59 @@ def test_a_model_that_gives_nan_is_noted(cli, out):
 def test_a_broken_checkpoint_is_named(cli, out):
     (out / "checkpoints" / "rope-seed1.pt").write_bytes(b"cut short")
     code, _, stderr = cli(extrapolation_test, "--out", out)
-    assert code == 2 and "rope-seed1.pt is not a checkpoint" in stderr and stderr.count("\n") == 1
+    assert code == 2 and "rope-seed1.pt is not a whole checkpoint" in stderr and stderr.count("\n") == 1
+    assert cli(extrapolation_test, "--out", out, *CPU, "--seeds", 0, "--protocol", "span")[0] == 0  # that one is not asked for
 
 
-def test_unlike_training_is_not_put_in_one_table(cli, out):
+@pytest.mark.parametrize("key", extrapolation_test.SAME)
+def test_unlike_training_is_not_put_in_one_table(cli, out, key):
     path = out / "checkpoints" / "rope-seed1.pt"
     saved = torch.load(path, weights_only=True)
-    saved["settings"]["steps"] = 7
+    was = saved["settings"][key]
+    saved["settings"][key] = was + was  # another number, or another text
     torch.save(saved, path)
     code, _, stderr = cli(extrapolation_test, "--out", out)
-    assert code == 2 and "rope seed 1 was trained with steps 7, alibi seed 0 with 6" in stderr
-    assert cli(extrapolation_test, "--out", out, *CPU, "--schemes", "alibi", "--protocol", "span")[0] == 0
+    if key in ("dim", "n_layer"):  # then the weights do not fit either
+        assert code == 2 and "rope-seed1.pt does not fit this code" in stderr
+    else:
+        assert code == 2 and f"rope seed 1 was trained with {key} {was + was}, alibi seed 0 with {was}" in stderr
+    assert stderr.count("\n") == 1
+    assert cli(extrapolation_test, "--out", out, *CPU, "--schemes", "rope", "--seeds", 0, "--protocol", "span")[0] == 0
+
+
+def test_dtype_of_the_evaluation(cli, out):
+    results = {}
+    for dtype in ("fp32", "bf16"):
+        assert cli(extrapolation_test, "--out", out, *CPU, "--schemes", "rope", "--seeds", 0, "--protocol", "span", "--dtype", dtype)[0] == 0
+        results[dtype] = json.loads((out / "extrapolation.json").read_text())
+    exact, low = (results[dtype]["rows"][0]["nll"] for dtype in ("fp32", "bf16"))
+    assert low != exact and low == pytest.approx(exact, abs=0.05)
+    assert results["bf16"]["machine"]["dtype"] == "bfloat16"
+
+
+def test_one_scheme_that_fails_at_a_length_stops_no_other(cli, tmp_path):
+    (tmp_path / "words.txt").write_bytes(b"".join(b"%d bottles of beer on the wall\n" % i for i in range(400)))
+    (tmp_path / "short.py").write_text("import torch\nfrom torch import nn\nclass Table(nn.Module):\n    def __init__(self, dim):\n        super().__init__()\n"
+                                       "        self.max_len, self.rows = None, nn.Parameter(torch.zeros(32, dim))\n    def forward(self, positions):\n        return self.rows[positions]\n")
+    scheme = f"{tmp_path / 'short.py'}:Table"
+    cli(train_compare, *"--steps 2 --batch-size 2 --train-len 16 --dim 16 --n-layer 1 --n-head 2 --device cpu".split(), "--data", tmp_path / "words.txt",
+        "--out", tmp_path / "out", "--schemes", scheme, "none")
+    code, stdout, _ = cli(extrapolation_test, "--out", tmp_path / "out", *CPU, "--lengths", 32, 64, "--protocol", "span")
+    assert code == 0 and "IndexError: index 32 is out of bounds" in stdout
+    rows = json.loads((tmp_path / "out" / "extrapolation.json").read_text())["rows"]
+    assert [row["ppl"] is not None for row in rows] == [True, True, True, False]  # none, then the table
+    (tmp_path / "short.py").unlink()
+    code, _, stderr = cli(extrapolation_test, "--out", tmp_path / "out", *CPU)
+    assert code == 2 and "does not fit this code (scheme file" in stderr and "no such file" in stderr
+    assert cli(extrapolation_test, "--out", tmp_path / "out", *CPU, "--schemes", "none", "--protocol", "span")[0] == 0
+    (tmp_path / "words.txt").unlink()
+    code, _, stderr = cli(extrapolation_test, "--out", tmp_path / "out", *CPU, "--schemes", "none")
+    assert code == 2 and "the models were trained on it, say with --data where it is now" in stderr
+
+
+def test_the_same_text_split_otherwise_is_noticed(cli, out, tmp_path):
+    path = tmp_path / "again"
+    path.mkdir()
+    (path / "words.txt").write_bytes(b"".join(b"%d bottles of beer on the wall\n" % i for i in range(1000)))
+    code, stdout, _ = cli(extrapolation_test, "--out", out, *CPU, "--data", path, "--schemes", "none", "--protocol", "span")
+    assert code == 0 and "notice: the models were trained on other text, or another part of it" in stdout

@@ -110,6 +110,26 @@ def test_the_cheap_path_far_out(dtype, tolerance):
     assert (y.double() - expected).abs().max() < tolerance
 
 
+@pytest.mark.parametrize("T", [1, 2, 6, 33])
+@pytest.mark.parametrize("offset", [10_000, 1_000_000, -1_000_000])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
+def test_module_at_far_positions_and_over_wide_gaps(T, offset, dtype, tolerance):
+    torch.manual_seed(0)
+    module, x = ALiBiAttention(12 * 16, 12).to(dtype), torch.randn(1, T, 12 * 16).to(dtype)
+    exact = ALiBiAttention(12 * 16, 12).double()
+    exact.load_state_dict(module.state_dict())
+    for positions in (torch.arange(T) + offset, torch.arange(T) + offset * (torch.arange(T) >= T // 2)):
+        bias = -alibi_slopes(12).double()[:, None, None] * (positions[:, None] - positions).abs()
+        assert (module(x, positions).double() - plain_attention(exact, x.double(), causal(bias))).abs().max() < tolerance
+
+
+def test_small_integer_types_do_not_wrap_around():
+    small = torch.tensor([0, 100, 200], dtype=torch.uint8)
+    assert torch.equal(alibi_bias(alibi_slopes(2), small, small), alibi_bias(alibi_slopes(2), small.long(), small.long()))
+    with pytest.raises(ValueError, match="must be integers"):
+        alibi_bias(alibi_slopes(2), torch.arange(3.0), torch.arange(3))
+
+
 def test_no_square_bias_in_the_causal_case():
     shapes = []
     def attend(q, k, v, attn_mask=None, is_causal=False, scale=None):

@@ -36,5 +36,5 @@ def test_every_flag_is_in_the_readme_and_every_flag_in_the_readme_is_one(driver)
 
 
 def test_files_named_in_the_readme_are_there():
-    for name in set(re.findall(r"\b[\w/]+\.(?:py|txt|png)\b", README)) - {"my_pos.py"}:
+    for name in set(re.findall(r"\b[\w/-]+\.(?:py|txt|png)\b", README)) - {"my_pos.py"}:
         assert (HERE / name).exists(), name

@@ -157,6 +157,9 @@ def test_attend_is_the_fused_attention_with_and_without_gradients():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 70, 16)
     bias = torch.randn(4, 70, 70)
+    for a, b in ((q[:, :, :3], k), (q, k[:, :, :66]), (q, k[:1])):  # unlike shapes are left to torch
+        expected = F.scaled_dot_product_attention(a, b, b, is_causal=True)
+        assert torch.allclose(attend(a.clone().requires_grad_(), b, b, is_causal=True), expected, atol=1e-5)
     for options in (dict(is_causal=True), dict(is_causal=True, scale=0.1), dict(), dict(attn_mask=bias)):
         expected = F.scaled_dot_product_attention(q, k, v, **options)
         assert torch.allclose(attend(q, k, v, **options), expected, atol=1e-5)
@@ -251,10 +254,10 @@ def test_load_model_names_a_bad_file(tmp_path):
     for content in (b"", b"not a checkpoint", b"PK\x03\x04 cut short"):
         path = tmp_path / "bad.pt"
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="bad.pt is not a checkpoint"):
+        with pytest.raises(ValueError, match="bad.pt is not a whole checkpoint"):
             load_model(path)
     torch.save({"model": {}}, path)
-    with pytest.raises(ValueError, match="bad.pt is not a checkpoint"):
+    with pytest.raises(ValueError, match="bad.pt is not a whole checkpoint"):
         load_model(path)
     with pytest.raises(FileNotFoundError):
         load_model(tmp_path / "absent.pt")

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+import common
 import train_compare
 from common import pick_dtype
 from data.corpus import load_corpus
 from tiny_lm import SCHEMES, TinyLM, load_model
-from train_compare import batch, learning_rate, train
+from train_compare import batch, checkpoint_path, learning_rate, train
 
-TINY = "--steps 6 --batch-size 2 --train-len 16 --dim 16 --n-layer 1 --n-head 2 --span-bytes 64 --dtype fp32 --device cpu".split()
+TINY = "--steps 6 --batch-size 2 --train-len 16 --dim 16 --n-layer 1 --n-head 2 --dtype fp32 --device cpu".split()
 SETTINGS = dict(scheme="rope", seed=0, steps=12, batch_size=2, train_len=16, dim=16, n_layer=1, n_head=2, max_len=256, lr=0.02, adam_lr=0.004)
 CPU = torch.device("cpu")
 
@@ -92,6 +93,29 @@ def test_training_repeats_bit_for_bit_and_learns(dtype):
     assert curve["step"] == [10, 20, 30, 40, 50, 60]
     assert curve["loss"][-1] < 2.5 < 5 < curve["loss"][0]  # ln 20 = 3.0 is what knowing the 20 bytes, not their order, would give
     assert all(p.dtype == torch.float32 for p in first.parameters())
+
+
+def test_seeds_start_differently():
+    zeros = np.zeros(1000, np.uint8)  # whatever the seed, the batches are the same
+    first, second = (train(SETTINGS | {"seed": seed, "steps": 1}, zeros, CPU, torch.float32, Bar())[0] for seed in (0, 1))
+    assert (first.embed.weight - second.embed.weight).abs().mean() > 0.1
+
+
+def test_a_huge_training_loss_is_noted(cli, text, tmp_path):
+    code, stdout, _ = cli(train_compare, *TINY, "--data", text, "--out", tmp_path / "out", "--schemes", "rope", "none", "--adam-lr", "1000")
+    assert code == 0 and "| none | 1 | – | – |" in stdout
+    assert all(row["val_ppl"] is None and "nats" in row["note"] for row in json.loads((tmp_path / "out" / "train_compare.json").read_text())["rows"])
+
+
+def test_a_failed_write_leaves_the_earlier_file(tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    common.write_file(path, "earlier")
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(common.os, "fsync", full)
+    with pytest.raises(OSError):
+        common.write_file(path, "later")
+    assert path.read_text() == "earlier" and tree(tmp_path) == ["result.json"]
 
 
 def test_bf16_training_follows_fp32():
@@ -179,6 +203,28 @@ def test_own_scheme(cli, text, tmp_path):
     rows = json.loads((tmp_path / "out" / "train_compare.json").read_text())["rows"]
     assert code == 0 and rows[0]["scheme"] == scheme
     assert rows[0]["val_ppl"] == rows[1]["val_ppl"]  # an encoding of zeros is no encoding
+    path = checkpoint_path(tmp_path / "out", scheme, 0)
+    before = path.stat().st_mtime_ns
+    (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text() + "# changed\n")
+    _, stdout, _ = cli(train_compare, *TINY, "--data", text, "--out", tmp_path / "out", "--schemes", scheme, "none")
+    assert path.stat().st_mtime_ns != before and stdout.count("already trained") == 1  # an edited file is another model
+
+
+@pytest.mark.parametrize("body, message", [
+    ("raise KeyError('gone')", "KeyError: 'gone'"),
+    ("raise RuntimeError", "RuntimeError"),
+    ("assert False", "AssertionError"),
+    ("return x[:, :-1]", "does not work in this network"),
+    ("return self.out(self.qkv(x)[..., :16]).double()", "does not work in this network"),
+    ("return self.out(self.qkv(x)[..., :16] + torch.zeros(16))", "does not work in this network (bfloat16): RuntimeError"),
+    ("y = self.qkv(x)[..., :16].exp(); z = self.out(y); y.add_(1); return z", "modified by an inplace operation"),
+])
+def test_own_schemes_that_cannot_work_are_told_before_training(cli, text, tmp_path, body, message):
+    (tmp_path / "mine.py").write_text("import torch\nfrom torch import nn\nclass A(nn.Module):\n    def __init__(self, dim, n_head):\n        super().__init__()\n"
+                                      "        self.qkv = nn.Linear(dim, 3 * dim, bias=False)\n        self.out = nn.Linear(dim, dim, bias=False)\n"
+                                      f"    def forward(self, x, positions=None):\n        {body}\n")
+    code, _, stderr = cli(train_compare, *TINY[:-4], "--dtype", "bf16", "--data", text, "--out", tmp_path / "out", "--schemes", f"{tmp_path / 'mine.py'}:A")
+    assert code == 2 and message in stderr and stderr.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("wrong, message", [
@@ -200,7 +246,13 @@ def test_own_scheme(cli, text, tmp_path):
     ("--dtype fp8", "invalid choice: 'fp8'"),
     ("--device abacus", "--device abacus: there is no such device here"),
     ("--device meta", "--device meta: there is no such device here"),
-    ("--span-bytes 15", "--span-bytes"),
+    ("--lr 1e30", "'1e30' is not a number above 0 and at most 1000"),
+    ("--quic", "unrecognized arguments: --quic"),
+    ("--device hpu", "--device hpu: there is no such device here"),
+    ("--schemes rope:base=10,base=20", "base is given twice"),
+    ("--schemes rope:", "scheme 'rope:': no option ''"),
+    ("--data ~nosuchuser/x", "--data ~nosuchuser/x: cannot be read"),
+    ("--data " + "x" * 300, "cannot be read (File name too long)"),
     ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
 ])
 def test_wrong_arguments_get_one_line_and_write_nothing(cli, text, tmp_path, wrong, message):
