@@ -32,7 +32,7 @@ class LearnedPositionalEmbedding(nn.Module):
         if positions.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
             raise ValueError(f"positions are {positions.dtype}; they must be integers")
         if positions.numel():
-            low, high = (int(end) for end in positions.aminmax())
+            low, high = int(positions.min()), int(positions.max())
             if high >= self.max_len:
                 raise ValueError(f"position {high} has no row: max_len is {self.max_len}, so positions end at {self.max_len - 1}")
             if low < 0:

@@ -35,7 +35,7 @@ def window_nats(model, x, y, last, device="cpu", tokens_at_once=16384):
                 targets = torch.from_numpy(y[start:start + rows, n - last:]).to(device).long()  # (B, last)
                 logits = model(ids)[:, n - last:].float()  # (B, last, 256)
                 nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-                scored.append(nats.view(-1, last).double().cpu().numpy())
+                scored.append(nats.view(-1, last).cpu().double().numpy())
             except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU allocator raises a plain one
                 if "memory" not in str(error) or rows == 1:
                     raise

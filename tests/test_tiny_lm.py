@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pos_alibi import ALiBiAttention
-from tiny_lm import SCHEMES, BlockCausalAttention, TinyLM, attend, load_model, parse_scheme
+from tiny_lm import SCHEMES, BlockCausalAttention, SquaredReLU, TinyLM, attend, load_model, parse_scheme
 
 SMALL = dict(dim=32, n_layer=2, n_head=4, max_len=64)
 
@@ -151,6 +151,16 @@ def test_block_causal_attention_equals_the_formula(T, dtype, tolerance):
     assert y.dtype == dtype and (y.double() - expected).abs().max() < tolerance
     for a, b in zip(ours, plain):
         assert (a.grad.double() - b.grad).abs().max() < tolerance * max(1, b.grad.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squared_relu(dtype):
+    torch.manual_seed(0)
+    h, upstream = torch.randn(2, 3, 50).to(dtype).chunk(2)
+    ours, plain = h.clone().requires_grad_(), h.clone().requires_grad_()
+    SquaredReLU.apply(ours).backward(upstream)
+    F.relu(plain).square().backward(upstream)
+    assert torch.equal(SquaredReLU.apply(h), F.relu(h).square()) and torch.equal(ours.grad, plain.grad)
 
 
 def test_attend_is_the_fused_attention_with_and_without_gradients():
