@@ -75,7 +75,8 @@ def _label_ends(axis, ends, log):
     gap, last = (high - low) * 0.058, -math.inf
     for name, (x, y, colour) in sorted(ends.items(), key=lambda item: item[1][1]):
         last = max(scale(y), last + gap)
-        axis.annotate(name, (x, back(last)), xytext=(6, 0), textcoords="offset points", va="center", color=colour, fontweight="bold")
+        axis.annotate(name, (x, back(last)), xytext=(6, 0), textcoords="offset points", va="center", color=colour,
+                      fontweight="bold")
 
 
 def plot_loss_curves(path, runs):
@@ -122,7 +123,8 @@ def plot_extrapolation(path, summary, by_position, train_len):
                 axis.plot(n, ppl, color=colour, lw=1.8, marker="o", ms=4)
                 axis.fill_between(n, [c["low"] for c in cells], [c["high"] for c in cells], color=colour, alpha=0.25, lw=0)
                 ends[scheme] = (n[-1], ppl[-1], colour)
-        axis.set(xscale="log", yscale="log", xlabel="evaluation length n, bytes", ylabel="perplexity per byte", title=titles[protocol])
+        axis.set(xscale="log", yscale="log", xlabel="evaluation length n, bytes", ylabel="perplexity per byte",
+                 title=titles[protocol])
         lengths = sorted({c["n"] for c in summary})
         axis.set_xticks(lengths, [f"{n}" for n in lengths])
         axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())

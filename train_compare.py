@@ -38,9 +38,12 @@ def arguments():
     parser = Parser(__doc__)
     what = parser.add_argument_group("what to train")
     what.add_argument("--schemes", nargs="+", default=list(SCHEMES), metavar="SCHEME",
-                      help="learned sin rope alibi none (the default: all), with options as in rope:base=10, or your own as in my_pos.py:MyAttention")
-    what.add_argument("--seeds", nargs="+", type=whole(0), default=[0], metavar="N", help="one model per scheme and seed (default: 0)")
-    what.add_argument("--data", default="numpy", help="numpy (the installed NumPy's sources, the default), shakespeare, or a file, folder or glob")
+                      help="learned sin rope alibi none (the default: all), with options as in rope:base=10, "
+                           "or your own as in my_pos.py:MyAttention")
+    what.add_argument("--seeds", nargs="+", type=whole(0), default=[0], metavar="N",
+                      help="one model per scheme and seed (default: 0)")
+    what.add_argument("--data", default="numpy",
+                      help="numpy (the installed NumPy's sources, the default), shakespeare, or a file, folder or glob")
     size = parser.add_argument_group("network and recipe, the same for every scheme")
     size.add_argument("--steps", type=whole(1), default=500, help="optimizer steps (default: 500)")
     size.add_argument("--batch-size", type=whole(1), default=32, help="windows per step (default: 32)")
@@ -48,14 +51,18 @@ def arguments():
     size.add_argument("--dim", type=whole(1), default=128, help="model width (default: 128)")
     size.add_argument("--n-layer", type=whole(1), default=4, help="blocks (default: 4)")
     size.add_argument("--n-head", type=whole(1), default=4, help="attention heads per block (default: 4)")
-    size.add_argument("--lr", type=positive, default=0.02, help="peak learning rate of Muon, for the matrices of the blocks (default: 0.02)")
-    size.add_argument("--adam-lr", type=positive, default=0.015, help="peak learning rate of AdamW, for all other weights (default: 0.015)")
+    size.add_argument("--lr", type=positive, default=0.02,
+                      help="peak learning rate of Muon, for the matrices of the blocks (default: 0.02)")
+    size.add_argument("--adam-lr", type=positive, default=0.015,
+                      help="peak learning rate of AdamW, for all other weights (default: 0.015)")
     where = parser.add_argument_group("where to run and write")
     where.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
-    where.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="training precision; auto: bf16 where the hardware has units for it")
+    where.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto",
+                       help="training precision; auto: bf16 where the hardware has units for it")
     where.add_argument("--out", default="results", help="folder for results and checkpoints (default: results)")
     where.add_argument("--force", action="store_true", help="train again what is already trained")
-    where.add_argument("--quick", action="store_true", help="a small network and 250 steps, into results/quick/; other flags still count")
+    where.add_argument("--quick", action="store_true",
+                       help="a small network and 250 steps, into results/quick/; other flags still count")
     if "--quick" in sys.argv[1:]:
         parser.set_defaults(**QUICK)
     return parser, parser.parse_args()
@@ -131,12 +138,14 @@ def train_and_score(settings, corpus, device, dtype):
     A run that diverges or does not fit in memory gives no model, and a row that says so.
     """
     n, plain = settings["train_len"], TinyLM("none", **{key: settings[key] for key in ("dim", "n_layer", "n_head")})
-    row = dict(scheme=settings["scheme"], seed=settings["seed"], steps=settings["steps"], tokens=settings["steps"] * settings["batch_size"] * n,
-               train_ppl=None, val_ppl=None, parameters=None, position_parameters=None, seconds=None, tokens_per_second=None,
-               dtype=settings["dtype"], note="", curve={"step": [], "loss": []})
+    row = dict(scheme=settings["scheme"], seed=settings["seed"], steps=settings["steps"],
+               tokens=settings["steps"] * settings["batch_size"] * n, train_ppl=None, val_ppl=None, parameters=None,
+               position_parameters=None, seconds=None, tokens_per_second=None, dtype=settings["dtype"], note="",
+               curve={"step": [], "loss": []})
     quiet = 0.1 if sys.stderr.isatty() else 30  # seconds between updates
     started = time.perf_counter()
-    with tqdm(total=settings["steps"], desc=f"{settings['scheme']}, seed {settings['seed']}", unit="step", mininterval=quiet) as bar:
+    name = f"{settings['scheme']}, seed {settings['seed']}"
+    with tqdm(total=settings["steps"], desc=name, unit="step", mininterval=quiet) as bar:
         try:
             model, curve = train(settings, corpus.train, device, dtype, bar)
         except Diverged as error:
@@ -169,7 +178,8 @@ def try_out(scheme, size, length, device, dtype):
     except ValueError:
         raise
     except Exception as error:  # somebody's own class may raise anything
-        raise ValueError(f"scheme '{scheme}' does not work in this network ({str(dtype).removeprefix('torch.')}): {reason(error)}") from None
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"scheme '{scheme}' does not work in this network ({name}): {reason(error)}") from None
     if logits.shape != (2, length, 256):
         raise ValueError(f"scheme '{scheme}': logits have shape {tuple(logits.shape)}, must be (2, {length}, 256)")
 
@@ -188,16 +198,19 @@ def prepare(args):
     for scheme in args.schemes:
         cls, _ = parse_scheme(scheme)
         try_out(scheme, size, args.train_len, device, dtype)
-        code = code_hash(*(inspect.getsource(part).encode() for part in (batch, learning_rate, optimizers, train)),
-                         *(Path(file).read_bytes() for file in (HERE / "tiny_lm.py", HERE / "score.py", HERE / "data" / "corpus.py", inspect.getfile(cls))))
+        functions = [inspect.getsource(part).encode() for part in (batch, learning_rate, optimizers, train)]
+        files = [HERE / "tiny_lm.py", HERE / "score.py", HERE / "data" / "corpus.py", Path(inspect.getfile(cls))]
+        code = code_hash(*functions, *(file.read_bytes() for file in files))
         for seed in args.seeds:
             path = checkpoint_path(args.out, scheme, seed)
             if path in paths:
-                raise ValueError(f"schemes '{paths[path]}' and '{scheme}' would share the checkpoint {path}; rename one of their files")
+                raise ValueError(f"schemes '{paths[path]}' and '{scheme}' would share the checkpoint {path}; "
+                                 "rename one of their files")
             paths[path] = scheme
-            runs.append((path, dict(scheme=scheme, seed=seed, steps=args.steps, batch_size=args.batch_size, train_len=args.train_len, **size,
-                                    lr=args.lr, adam_lr=args.adam_lr, dtype=str(dtype).removeprefix("torch."), data=args.data,
-                                    sha256=corpus.sha256, held_out=corpus.held_out, code=code)))
+            runs.append((path, dict(
+                scheme=scheme, seed=seed, steps=args.steps, batch_size=args.batch_size, train_len=args.train_len, **size,
+                lr=args.lr, adam_lr=args.adam_lr, dtype=str(dtype).removeprefix("torch."), data=args.data,
+                sha256=corpus.sha256, held_out=corpus.held_out, code=code)))
     return device, dtype, corpus, runs
 
 
@@ -237,8 +250,8 @@ def main():
         writable_folder(out / "checkpoints")
     except ValueError as error:
         parser.error(str(error))
-    print(f"{corpus.name}: {len(corpus.train):,} bytes to train on, {len(corpus.val):,} held out; {device.type}, {str(dtype).removeprefix('torch.')}, "
-          f"{torch.get_num_threads()} threads")
+    print(f"{corpus.name}: {len(corpus.train):,} bytes to train on, {len(corpus.val):,} held out; "
+          f"{device.type}, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads")
     if args.data == "numpy" and corpus.sha256 != NUMPY_SHA256:
         print(f"notice: this is not the text of the committed results (that is NumPy 2.4.6); its SHA-256 is {corpus.sha256}")
     about, rows = provenance(corpus, device, dtype), []
@@ -252,13 +265,14 @@ def main():
                 if model is None:
                     print(f"{settings['scheme']}, seed {settings['seed']}: {row['note']}", file=sys.stderr)
                 else:
-                    file = io.BytesIO()
-                    torch.save({"settings": settings, "row": row, "model": {k: v.cpu() for k, v in model.state_dict().items()}}, file)
+                    file, weights = io.BytesIO(), {name: weight.cpu() for name, weight in model.state_dict().items()}
+                    torch.save({"settings": settings, "row": row, "model": weights}, file)
                     write_file(path, file.getvalue())
             rows.append(row)
             table = write_results(out, rows, about)
     except KeyboardInterrupt:
-        print(f"\nstopped; {len(rows)} of {len(runs)} runs are finished and kept, the same command goes on from there", file=sys.stderr)
+        print(f"\nstopped; {len(rows)} of {len(runs)} runs are finished and kept, the same command goes on from there",
+              file=sys.stderr)
         raise
     print("\n" + table)
     flags = (" --quick" if args.quick else "") + (f" --out {args.out}" if args.out != parser.get_default("out") else "")
