@@ -1,6 +1,6 @@
 """Perplexity by length: models trained at one length, read at longer ones.
 
-    python extrapolation_test.py           # every checkpoint of train_compare.py; about 4 minutes for five on two CPU cores
+    python extrapolation_test.py           # every checkpoint of train_compare.py; about 3 minutes for five on two CPU cores
     python extrapolation_test.py --quick   # those of train_compare.py --quick, some seconds
 
 Writes extrapolation.json, .csv, .md and .png into --out. Two protocols (score.py has them in full): `span`, windows
@@ -86,7 +86,7 @@ def measure(models, data, lengths, protocols, span_bytes, windows, device):
     for model, settings in models:
         for protocol in protocols:
             for n in lengths:
-                bar.set_description(f"{settings['scheme']}, seed {settings['seed']}, {protocol} {n}")
+                bar.set_description(f"{settings['scheme']}, seed {settings['seed']}, {protocol} {n}", refresh=False)
                 row = dict(scheme=settings["scheme"], seed=settings["seed"], protocol=protocol, n=n, nll=None, ppl=None,
                            low=None, high=None, targets=0, note="")
                 try:

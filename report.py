@@ -147,7 +147,8 @@ def plot_extrapolation(path, summary, by_position, train_len):
     for axis in axes:
         axis.axvline(train_len, color="#555555", lw=1, ls=":")
         axis.annotate(f"trained at {train_len}", (train_len, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
-                      textcoords="offset points", va="top", color="#555555", fontsize=9)
+                      textcoords="offset points", va="top", color="#555555", fontsize=9,
+                      bbox=dict(facecolor="white", edgecolor="none", alpha=0.8, pad=1))
     _save(figure, path)
 
 
