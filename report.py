@@ -23,6 +23,11 @@ def colours(schemes):
     return {s: COLOURS.get(s) or OTHERS[others.index(s) % len(OTHERS)] for s in schemes}
 
 
+def short(scheme):
+    """The scheme's name for a picture: without the folder and file of somebody's own."""
+    return scheme.split(".py:")[-1]
+
+
 def markdown_table(header, rows):
     """A header and rows of cells -> a Markdown table; the first column is left-aligned, the others right."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
@@ -75,7 +80,7 @@ def _label_ends(axis, ends, log):
     gap, last = (high - low) * 0.058, -math.inf
     for name, (x, y, colour) in sorted(ends.items(), key=lambda item: item[1][1]):
         last = max(scale(y), last + gap)
-        axis.annotate(name, (x, back(last)), xytext=(6, 0), textcoords="offset points", va="center", color=colour,
+        axis.annotate(short(name), (x, back(last)), xytext=(6, 0), textcoords="offset points", va="center", color=colour,
                       fontweight="bold")
 
 
@@ -142,7 +147,7 @@ def plot_extrapolation(path, summary, by_position, train_len):
                 ends[scheme] = (centres[-1], means[-1], colour)
         longest = max(len(nats) for nats in by_position.values())
         axis.set(xlabel="position in the window, bytes", ylabel="loss, nats per byte", xlim=(0, longest),
-                 title=f"Where in a window of {longest}\nit breaks")
+                 title=f"Where in a window of {longest} it breaks\n(means of seeds, windows and {longest // 32} positions)")
         _label_ends(axis, ends, log=False)
     for axis in axes:
         axis.axvline(train_len, color="#555555", lw=1, ls=":")

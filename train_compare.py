@@ -170,9 +170,18 @@ def checkpoint_path(out, scheme, seed):
 
 
 def try_out(scheme, size, length, device, dtype):
-    """One forward and backward as in training, so that a scheme that cannot work is told before anything is trained."""
+    """One forward and backward as in training, so that a scheme that cannot work is told before anything is trained.
+
+    The two sequences differ in their last byte only: an attention that sees what it predicts shows it in earlier logits.
+    """
+    ids = torch.arange(length).repeat(2, 1) % 256
+    ids[1, -1] += 1
     try:
-        logits = TinyLM(scheme, **size).to(device, dtype)(torch.zeros(2, length, dtype=torch.uint8, device=device))
+        model = TinyLM(scheme, **size).to(device, dtype)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.normal_(0, 0.2)  # the output projections start at zero, and would hide it
+        logits = model((ids % 256).to(device, torch.uint8))
         if logits.shape == (2, length, 256):
             logits.float().square().sum().backward()
     except ValueError:
@@ -182,6 +191,9 @@ def try_out(scheme, size, length, device, dtype):
         raise ValueError(f"scheme '{scheme}' does not work in this network ({name}): {reason(error)}") from None
     if logits.shape != (2, length, 256):
         raise ValueError(f"scheme '{scheme}': logits have shape {tuple(logits.shape)}, must be (2, {length}, 256)")
+    first, second = logits.detach().float()[:, :-1]
+    if not torch.allclose(first, second, rtol=0, atol=1e-3 * first.abs().max().item() if length > 1 else 0, equal_nan=True):
+        raise ValueError(f"scheme '{scheme}' sees what it is to predict: a later byte moves earlier logits; its attention must be causal")
 
 
 def prepare(args):

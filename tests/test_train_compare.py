@@ -217,6 +217,7 @@ def test_own_scheme(cli, text, tmp_path):
     ("return x[:, :-1]", "does not work in this network"),
     ("return self.out(self.qkv(x)[..., :16]).double()", "does not work in this network"),
     ("return self.out(self.qkv(x)[..., :16] + torch.zeros(16))", "does not work in this network (bfloat16): RuntimeError"),
+    ("return self.out(self.qkv(x)[..., :16].mean(1, keepdim=True).expand(x.shape))", "sees what it is to predict"),
     ("y = self.qkv(x)[..., :16].exp(); z = self.out(y); y.add_(1); return z", "modified by an inplace operation"),
 ])
 def test_own_schemes_that_cannot_work_are_told_before_training(cli, text, tmp_path, body, message):
