@@ -130,7 +130,7 @@ def write_json(path, data):
 def run(main):
     """Run a driver; Ctrl-C and what the operating system refuses end in one line, not a traceback."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
+        if hasattr(stream, "reconfigure"):  # not where a notebook or nobody is listening
             stream.reconfigure(errors="replace")  # a terminal that cannot show ± gets a question mark
     try:
         main()

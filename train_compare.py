@@ -4,7 +4,8 @@
     python train_compare.py --quick    # the same in small, half a minute, into results/quick/
 
 Writes train_compare.json, .csv, .md and .png and checkpoints/ into --out. A (scheme, seed) that is already trained
-with the same settings and code is not trained again (see --force), so an interrupted comparison goes on where it was.
+with the same settings and code is not trained again (see --force), so an interrupted comparison goes on with the first
+model that was not finished.
 """
 import copy
 import inspect

@@ -1,5 +1,5 @@
-import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,9 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 def test_tables_are_those_of_the_results():
     assert README.count("<!-- end -->") == 2
-    for name, command in (("train_compare", "python train_compare.py --seeds 0 1 2"), ("extrapolation", "python extrapolation_test.py")):
-        result = json.loads((HERE / "results" / f"{name}.json").read_text("utf-8"))
-        if result["command"] != command or {row["seed"] for row in result["rows"]} != {0, 1, 2}:
-            pytest.skip(f"results/{name}.json is of another run than the README's: {result['command']}")
+    own = subprocess.run(["git", "-C", str(HERE), "status", "--porcelain", "--", "results"], capture_output=True, text=True).stdout
+    if own:
+        pytest.skip("results/ holds a run of your own, not the committed one of the README")
     assert fill_readme(README, HERE / "results") == README, "run: python report.py"
 
 

@@ -118,6 +118,12 @@ def test_a_failed_write_leaves_the_earlier_file(tmp_path, monkeypatch):
     assert path.read_text() == "earlier" and tree(tmp_path) == ["result.json"]
 
 
+def test_run_where_the_output_is_no_terminal_file(monkeypatch):
+    for stream in (None, object()):  # nobody is listening; a notebook's stream
+        monkeypatch.setattr(common.sys, "stdout", stream)
+        common.run(lambda: None)
+
+
 def test_bf16_training_follows_fp32():
     data = load_corpus().train[:50_000]
     settings = SETTINGS | {"steps": 40, "batch_size": 8, "train_len": 32}
