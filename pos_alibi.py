@@ -48,27 +48,34 @@ def _integers(positions):
     return positions.long()  # differences of uint8 would wrap around
 
 
-def ride_along(q, k, v, slopes, positions):
+def ride_along(q, k, slopes, positions):
     """Causal ALiBi without an H×T×T bias: eight more channels carry it through the dot product, at memory linear in T.
 
-    Three channel pairs hold q: (32, −r_i), k: (r_j, 32), with r the parts of m·p·√D/32, largest first, each exact in the
-    dtype of q. A pair adds 32·(r_j − r_i), so that after the division by √D the score has gained m·j − m·i = −m·|i − j|
-    for j ≤ i. Positions count from the first one, since only differences matter; the pairs come first, so near the
-    diagonal large numbers cancel before q·k is added; 32 in place of 1 keeps float16 from overflowing; two zero channels
-    make the width a multiple of 8, as fused kernels want. v gets eight zeros: fused kernels take q, k, v of one width.
-    q, k, v (B, H, T, D), positions (T,) or (B, T), not falling -> q, k, v (B, H, T, D + 8); the scale stays 1/√D.
+    Three channel pairs hold q: (32, −r_i), k: (r_j, 32), with r the parts of m·p/32, largest first, each exact in the
+    dtype of q. A pair adds 32·(r_j − r_i), so that the dot product has gained m·j − m·i = −m·|i − j| for j ≤ i; q must
+    have been divided by √D before. Positions count from the first one, since only differences matter; the pairs come
+    first, so near the diagonal large numbers cancel before q·k is added; 32 in place of 1 keeps float16 from
+    overflowing; two zero channels make the width a multiple of 8, as fused kernels want.
+    q, k (B, H, T, D), positions (T,) or (B, T), not falling -> q, k (B, H, T, D + 8).
     """
     positions = positions - positions[..., :1]
     exact = torch.float32 if q.device.type == "mps" else torch.float64
-    rest = slopes.to(exact)[:, None] * positions.to(exact).unsqueeze(-2) * (q.shape[-1] ** 0.5 / 32)  # ([B,] H, T)
+    rest = slopes.to(exact)[:, None] * positions.to(exact).unsqueeze(-2) / 32  # ([B,] H, T)
     q_rider, k_rider = (q.new_zeros(*rest.shape, 8) for _ in range(2))
     q_rider[..., 0:6:2] = k_rider[..., 1:6:2] = 32
     for part in range(3):
         rounded = rest.to(q.dtype)
         rest = rest - rounded.to(exact)
         k_rider[..., 2 * part], q_rider[..., 2 * part + 1] = rounded, -rounded
-    q, k = (torch.cat((rider.expand(*x.shape[:3], 8), x), dim=-1) for x, rider in ((q, q_rider), (k, k_rider)))
-    return q, k, F.pad(v, (0, 8))
+    return (torch.cat((rider.expand(*x.shape[:3], 8), x), dim=-1) for x, rider in ((q, q_rider), (k, k_rider)))
+
+
+def fused(q, k, v, **options):
+    """F.scaled_dot_product_attention for a v narrower than q and k: the fused kernels take the three of one width only."""
+    width = v.shape[-1]
+    if width < q.shape[-1]:
+        v = F.pad(v, (0, q.shape[-1] - width))
+    return F.scaled_dot_product_attention(q, k, v, **options)[..., :width]
 
 
 class ALiBiAttention(nn.Module):
@@ -76,7 +83,8 @@ class ALiBiAttention(nn.Module):
 
     dim, n_head   model width C and number of heads H
     causal        True: a token sees itself and what stands before it in the sequence; False: everything
-    attend        called as attend(q, k, v, attn_mask=…, is_causal=…, scale=…); torch's fused attention unless you hand in another
+    attend        called as attend(q, k, v, is_causal=True, scale=1.0) with q, k wider than v, or attend(q, k, v, attn_mask=…,
+                  scale=…); torch's fused attention unless you hand in another
 
     forward(x, positions=None): x (B, T, C), integer positions (T,) or (B, T), default 0 … T−1 -> (B, T, C), dtype of x.
     Distances are between positions; the causal mask goes by order in the sequence. No parameters beyond those of plain
@@ -86,7 +94,7 @@ class ALiBiAttention(nn.Module):
     ValueError: dim not divisible by n_head, positions of another shape or not integers.
     """
 
-    def __init__(self, dim, n_head, causal=True, attend=F.scaled_dot_product_attention):
+    def __init__(self, dim, n_head, causal=True, attend=fused):
         super().__init__()
         if n_head < 1 or dim < 1 or dim % n_head:
             raise ValueError(f"dim={dim} does not divide into n_head={n_head} heads")
@@ -109,7 +117,8 @@ class ALiBiAttention(nn.Module):
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
         slopes, scale = self.slopes.to(x.device), self.head_dim ** -0.5
         if ride:
-            y = self.attend(*ride_along(q, k, v, slopes, positions), is_causal=True, scale=scale)[..., :self.head_dim]
+            q, k = ride_along(q * scale, k, slopes, positions)
+            y = self.attend(q, k, v, is_causal=True, scale=1.0)
         else:
             bias = alibi_bias(slopes, positions, positions)  # (H, T, T) or (B, H, T, T)
             if self.causal:

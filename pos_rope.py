@@ -48,17 +48,20 @@ def apply_rope(x, cos, sin, interleaved=True):
     if x.shape[-1] != 2 * cos.shape[-1]:
         raise ValueError(f"x has {x.shape[-1]} channels and cos {cos.shape[-1]}; cos must be half as wide as x")
     if cos.dim() == 3 and x.dim() < 4:
-        raise ValueError(f"cos has shape {tuple(cos.shape)}, one table per sequence; x must then be (B, H, T, D), not {tuple(x.shape)}")
+        raise ValueError(f"cos has shape {tuple(cos.shape)}, one table per sequence; x must then be (B, H, T, D), "
+                         f"not {tuple(x.shape)}")
     if cos.dim() == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, T, D/2)
-    wide = torch.promote_types(x.dtype, torch.float32)
+    dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
     turn = torch.complex(cos.to(wide), sin.to(wide))  # exp(j·angle)
     if interleaved:
-        z = torch.view_as_complex(x.to(wide).contiguous().unflatten(-1, (-1, 2)))  # (B, H, T, D/2)
-        return torch.view_as_real(z * turn).flatten(-2).to(x.dtype)
+        # The copy keeps the memory order of x, since reordering here doubles the cost; pairs must lie side by side in it.
+        x = (x if x.stride(-1) == 1 else x.contiguous()).to(wide, copy=True)
+        z = torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # (B, H, T, D/2)
+        return torch.view_as_real(z * turn).flatten(-2).to(dtype)
     real, imaginary = x.to(wide).chunk(2, dim=-1)
     z = torch.complex(real, imaginary) * turn
-    return torch.cat((z.real, z.imag), dim=-1).to(x.dtype)
+    return torch.cat((z.real, z.imag), dim=-1).to(dtype)
 
 
 class RoPEAttention(nn.Module):
@@ -128,10 +131,12 @@ def draw_rotation(path, head_dim=32, pairs=(0, 2, 4, 8), steps=10):
         for m, n, alpha, radius in ((3, 1, 1.0, 0.45), (8, 6, 0.4, 0.6)):
             arrow(bottom, pair, m, f"q at {m}" if turn > 3 else "", "#D55E00", alpha, 1.27)
             arrow(bottom, pair, n, f"k at {n}" if turn > 3 else "", "#0072B2", alpha, 1.27)
-            bottom.add_patch(Arc((0, 0), 2 * radius, 2 * radius, theta1=n * turn, theta2=m * turn, color="black", alpha=alpha, lw=1.5))
+            bottom.add_patch(Arc((0, 0), 2 * radius, 2 * radius, theta1=n * turn, theta2=m * turn, color="black", alpha=alpha,
+                                 lw=1.5))
         bottom.set_title(f"between q and k: {2 * turn:.3g}°, twice", fontsize=11)
     figure.suptitle(f"RoPE: one and the same vector at positions 0, 1, 2, …  (head width {head_dim}, base 10000)", fontsize=12)
-    figure.supxlabel("q at 3 and k at 1 (dark), q at 8 and k at 6 (pale): the same distance, the same angle, hence the same score.", fontsize=11)
+    figure.supxlabel("q at 3 and k at 1 (dark), q at 8 and k at 6 (pale): the same distance, the same angle, hence the same score.",
+                     fontsize=11)
     figure.savefig(path, dpi=90, metadata={"Software": None})
 
 
@@ -143,6 +148,8 @@ if __name__ == "__main__":
     draw_rotation(path)
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 32)
-    score = lambda m, n: (apply_rope(q, *rope_cos_sin(torch.tensor([m]), 32)) * apply_rope(k, *rope_cos_sin(torch.tensor([n]), 32))).sum()
-    print(f"q at 9, k at 2: score {score(9, 2):.5f}    q at 1009, k at 1002: {score(1009, 1002):.5f}    q at 9, k at 3: {score(9, 3):.5f}")
+    turned = lambda x, position: apply_rope(x, *rope_cos_sin(torch.tensor([position]), 32))
+    score = lambda m, n: (turned(q, m) * turned(k, n)).sum()
+    print(f"q at 9, k at 2: score {score(9, 2):.5f}    q at 1009, k at 1002: {score(1009, 1002):.5f}    "
+          f"q at 9, k at 3: {score(9, 3):.5f}")
     print(f"wrote {path}")

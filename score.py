@@ -21,7 +21,7 @@ SPAN_BYTES = 131072  # targets scored under `span`, unless there are fewer
 K = 64  # targets scored at the end of each window under `fixed`
 
 
-def window_nats(model, x, y, last, device="cpu", tokens_at_once=16384):
+def window_nats(model, x, y, last, device="cpu", tokens_at_once=8192):
     """Negative log-likelihood in nats of the last `last` targets of each window: x, y uint8 (W, n) -> float64 (W, last).
 
     A batch that does not fit in memory is tried again at half its size, down to one window.
@@ -33,9 +33,10 @@ def window_nats(model, x, y, last, device="cpu", tokens_at_once=16384):
             try:
                 ids = torch.from_numpy(x[start:start + rows]).to(device)  # (B, n)
                 targets = torch.from_numpy(y[start:start + rows, n - last:]).to(device).long()  # (B, last)
-                logits = model(ids)[:, n - last:].float()  # (B, last, 256)
-                nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-                scored.append(nats.view(-1, last).cpu().double().numpy())
+                logits = model(ids)[:, n - last:].flatten(0, 1)  # (B·last, 256)
+                nats = [F.cross_entropy(some.float(), target, reduction="none")  # in parts: never all in float32 a second time
+                        for some, target in zip(logits.split(4096), targets.flatten().split(4096))]
+                scored.append(torch.cat(nats).view(-1, last).cpu().double().numpy())
             except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU allocator raises a plain one
                 if "memory" not in str(error) or rows == 1:
                     raise
@@ -50,8 +51,8 @@ def span_length(lengths, size, available):
     step = math.lcm(*lengths)
     length = min(size, available - 1) // step * step
     if not length:
-        raise ValueError(f"no span of at most {min(size, available - 1):,} bytes is a multiple of all lengths {lengths} (the smallest is {step:,}); "
-                         "use lengths that divide each other, a larger --span-bytes, or --protocol fixed")
+        raise ValueError(f"no span of at most {min(size, available - 1):,} bytes is a multiple of all lengths {lengths} "
+                         f"(the smallest is {step:,}); use lengths that divide each other, a larger --span-bytes, or --protocol fixed")
     return length
 
 

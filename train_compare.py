@@ -123,7 +123,8 @@ def train(settings, data, device, dtype, bar):
         if len(recent) == 10 or step + 1 == settings["steps"]:  # reading a loss waits for the device, so not every step
             mean = torch.stack(recent).mean().item()
             if not math.isfinite(mean):
-                raise Diverged(f"loss {mean} by step {step + 1} of {settings['steps']} (peak learning rate {settings['lr']:g}); try a lower --lr")
+                raise Diverged(f"loss {mean} by step {step + 1} of {settings['steps']} (peak learning rate {settings['lr']:g}); "
+                               "try a lower --lr")
             curve["step"].append(step + 1)
             curve["loss"].append(round(mean, 5))
             tokens = (step + 1) * settings["batch_size"] * settings["train_len"]

@@ -15,7 +15,6 @@ single file, and where that rule would leave one side empty, the last 10 %.
 import glob
 import hashlib
 import os
-import re
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path

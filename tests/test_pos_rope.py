@@ -185,3 +185,24 @@ def test_errors_name_the_numbers():
         apply_rope(torch.randn(1, 1, 4, 16), *rope_cos_sin(torch.arange(4), 8))
     with pytest.raises(ValueError, match="one table per sequence"):
         apply_rope(torch.randn(2, 4, 8), *rope_cos_sin(torch.arange(8).view(2, 4), 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("layout", ["of qkv", "transposed", "odd offset", "expanded", "reversed axes"])
+def test_any_memory_layout(layout, dtype):
+    """However x lies in memory: the same values, and the same gradient, as of a contiguous copy."""
+    torch.manual_seed(0)
+    B, H, T, D = 2, 3, 5, 8
+    x = {"of qkv": lambda: torch.randn(B, T, 3, H, D).permute(2, 0, 3, 1, 4)[1],
+         "transposed": lambda: torch.randn(B, H, D, T).transpose(-1, -2),
+         "odd offset": lambda: torch.randn(B, H, T, D + 1)[..., 1:],
+         "expanded": lambda: torch.randn(1, H, 1, D).expand(B, H, T, D),
+         "reversed axes": lambda: torch.randn(D, T, H, B).permute(3, 2, 1, 0)}[layout]().to(dtype)
+    copy, upstream = x.clone(memory_format=torch.contiguous_format).requires_grad_(), torch.randn(B, H, T, D).to(dtype)
+    x = x.detach().requires_grad_()
+    cos, sin = rope_cos_sin(torch.arange(T), D)
+    for each in (x, copy):
+        apply_rope(each, cos, sin).backward(upstream)
+    rounding = dict(atol=1e-6 if dtype != torch.bfloat16 else 1e-2)
+    assert torch.allclose(apply_rope(x, cos, sin), apply_rope(copy, cos, sin), **rounding)
+    assert torch.allclose(x.grad, copy.grad, **rounding)

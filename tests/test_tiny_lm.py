@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pos_alibi import ALiBiAttention
-from tiny_lm import SCHEMES, BlockCausalAttention, SquaredReLU, TinyLM, attend, load_model, parse_scheme
+from tiny_lm import SCHEMES, BlockCausalAttention, TinyLM, attend, load_model, parse_scheme
 
 SMALL = dict(dim=32, n_layer=2, n_head=4, max_len=64)
 
@@ -153,16 +153,6 @@ def test_block_causal_attention_equals_the_formula(T, dtype, tolerance):
         assert (a.grad.double() - b.grad).abs().max() < tolerance * max(1, b.grad.abs().max().item())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_squared_relu(dtype):
-    torch.manual_seed(0)
-    h, upstream = torch.randn(2, 3, 50).to(dtype).chunk(2)
-    ours, plain = h.clone().requires_grad_(), h.clone().requires_grad_()
-    SquaredReLU.apply(ours).backward(upstream)
-    F.relu(plain).square().backward(upstream)
-    assert torch.equal(SquaredReLU.apply(h), F.relu(h).square()) and torch.equal(ours.grad, plain.grad)
-
-
 def test_attend_is_the_fused_attention_with_and_without_gradients():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 70, 16)
@@ -174,6 +164,9 @@ def test_attend_is_the_fused_attention_with_and_without_gradients():
         expected = F.scaled_dot_product_attention(q, k, v, **options)
         assert torch.allclose(attend(q, k, v, **options), expected, atol=1e-5)
         assert torch.allclose(attend(q.clone().requires_grad_(), k, v, **options), expected, atol=1e-5)
+        for maybe_training in (q, q.clone().requires_grad_()):  # a v of another width, as ALiBi has it
+            narrow, expected_narrow = attend(maybe_training, k, v[..., :5], **options), expected[..., :5]
+            assert narrow.shape == (2, 4, 70, 5) and torch.allclose(narrow, expected_narrow, atol=1e-5)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -1,4 +1,5 @@
 import csv
+import ctypes
 import inspect
 import io
 import json
@@ -10,7 +11,7 @@ import torch
 
 import common
 import train_compare
-from common import pick_dtype
+from common import keep_freed_memory, pick_dtype
 from data.corpus import load_corpus
 from tiny_lm import SCHEMES, TinyLM, load_model
 from train_compare import batch, checkpoint_path, learning_rate, train
@@ -296,3 +297,11 @@ def test_dtype_auto(monkeypatch):
         assert pick_dtype("auto", CPU) == expected
     assert pick_dtype("auto", torch.device("mps")) == torch.float32
     assert pick_dtype("bf16", CPU) == torch.bfloat16
+
+
+@pytest.mark.parametrize("missing", [AttributeError, OSError, TypeError])
+def test_another_c_library_is_left_alone(monkeypatch, missing):
+    def absent(name):
+        raise missing
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    keep_freed_memory()

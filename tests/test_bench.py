@@ -1,0 +1,62 @@
+"""What bench/ measures is what it says: the same functions, the same sizes, the ratios as computed by hand."""
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.append(str(Path(__file__).parent.parent / "bench"))
+import long_context
+import tiny_lm
+import train_step
+from peers import peers
+from tiny_lm import SCHEMES, TinyLM, attend, parse_scheme
+
+SIZE = dict(dim=64, n_layer=2, n_head=2, train_len=32)
+
+
+@pytest.mark.parametrize("scheme", long_context.LAYERS)
+def test_textbook_and_layer_are_the_same_function(scheme):
+    torch.manual_seed(0)
+    layer, x = parse_scheme(scheme)[0](128, 4, attend=attend), torch.randn(1, 100, 128)
+    with torch.no_grad():
+        assert torch.allclose(long_context.textbook(layer, scheme, x), layer(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_peers_are_causal_models_of_the_same_size(scheme):
+    ours = sum(p.numel() for p in TinyLM(scheme, 64, 2, 2, max_len=32).parameters())
+    ids = torch.arange(32).repeat(2, 1)
+    ids[1, 20] += 1
+    for name, (make, attentions) in peers(scheme, SIZE).items():
+        for attention in attentions:
+            model = make(attention).eval()
+            with torch.no_grad():
+                logits = model(ids)
+            assert logits.shape == (2, 32, 256)
+            assert torch.allclose(*logits[:, :20], atol=1e-5) and not torch.allclose(*logits[:, 20], atol=1e-5)
+            assert abs(sum(p.numel() for p in model.parameters()) - ours) < 0.2 * ours, name
+
+
+def test_the_bound_counts_the_products_of_a_step(monkeypatch):
+    """Against torch's count of the operations of a forward and backward; 32 tokens are one strip, so squares are whole."""
+    def plain(q, k, v, is_causal):
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+    monkeypatch.setattr(tiny_lm, "attend", plain)
+    with FlopCounterMode(display=False) as bound:
+        train_step.seconds_of(train_step.products(SIZE | dict(batch_size=4), torch.float32))
+    model = TinyLM("none", 64, 2, 2)
+    with FlopCounterMode(display=False) as step:
+        model(torch.randint(0, 256, (4, 32))).sum().backward()
+    assert bound.get_total_flops() == step.get_total_flops() > 0
+
+
+def test_ratios_by_hand():
+    seconds = {("rope", train_step.OURS): [0.3, 0.1, 0.2], ("rope", "a (fp32)"): [0.5, 0.4, 0.6], ("rope", "b"): [0.8],
+               ("none", train_step.OURS): [0.16], ("none", "a"): [0.32], ("none", "bound"): [0.08]}
+    rows = {(row["scheme"], row["who"]): row for row in train_step.table_rows(seconds, tokens=1000)}
+    ours = rows["rope", train_step.OURS]
+    assert (ours["tokens_per_second"], ours["times_best_peer"], ours["times_none"], ours["of_bound"]) == (5000, 2.5, 1.25, 0.4)
+    assert rows["rope", "b"]["times_best_peer"] is None and rows["none", train_step.OURS]["times_best_peer"] == 2.0
+    assert rows["none", "the matrix products alone"]["of_bound"] == 1.0
