@@ -76,14 +76,17 @@ def pick_dtype(name, device):
 
 
 def keep_freed_memory():
-    """Let glibc keep freed memory for the next step; given back and fetched anew, its pages cost 4 to 10 % of a step."""
+    """Let glibc keep freed memory for the next step; given back and fetched anew, its pages cost 4 to 10 % of a step.
+
+    Says whether it could.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, TypeError, AttributeError):  # another C library
-        return
+        return False
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the largest it takes
+    return bool(mallopt(M_MMAP_THRESHOLD, 32 * 2**20))  # the largest it takes
 
 
 def code_hash(*sources):

@@ -55,8 +55,9 @@ def apply_rope(x, cos, sin, interleaved=True):
     dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
     turn = torch.complex(cos.to(wide), sin.to(wide))  # exp(j·angle)
     if interleaved:
-        # The copy keeps the memory order of x, since reordering here doubles the cost; pairs must lie side by side in it.
-        x = (x if x.stride(-1) == 1 else x.contiguous()).to(wide, copy=True)
+        x = x.to(wide, copy=True)  # in the memory order of x: reordering here would double the cost
+        if x.stride(-1) != 1:
+            x = x.contiguous()
         z = torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # (B, H, T, D/2)
         return torch.view_as_real(z * turn).flatten(-2).to(dtype)
     real, imaginary = x.to(wide).chunk(2, dim=-1)

@@ -199,7 +199,7 @@ class TinyLM(nn.Module):
 def attend(q, k, v, attn_mask=None, is_causal=False, scale=None):
     """F.scaled_dot_product_attention, and in strips where that is faster: when training on a CPU at up to 1024 tokens."""
     short_training = q.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad and q.shape[-2] <= 1024
-    short_training = short_training and q.shape[:-1] == k.shape[:-1] == v.shape[:-1]
+    short_training = short_training and q.dim() > 2 and q.shape[:-1] == k.shape[:-1] == v.shape[:-1]
     if is_causal and attn_mask is None and short_training:
         return BlockCausalAttention.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
     return fused(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
@@ -232,8 +232,9 @@ class BlockCausalAttention(torch.autograd.Function):
         return y.unflatten(0, shape[:-2])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_y):
+        if torch.is_grad_enabled():  # only under create_graph=True, which would get wrong numbers from here
+            raise RuntimeError("the strips cannot be differentiated twice; give the attention attend=F.scaled_dot_product_attention")
         q, k, v, *strips = ctx.saved_tensors
         grad_y = grad_y.flatten(0, -3)
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)

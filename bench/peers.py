@@ -2,10 +2,19 @@
 
 size: dict(dim, n_layer, n_head, train_len). Every model maps ids (B, T) to logits (B, T, 256); none has dropout.
 """
-import torch
-import transformers
-from x_transformers import Decoder, TransformerWrapper
+import sys
 
+import torch
+
+try:
+    import transformers
+    from loguru import logger
+    from x_transformers import Decoder, TransformerWrapper
+except ImportError as error:
+    print(f"{error}; first: pip install -r bench/requirements.txt", file=sys.stderr)
+    sys.exit(2)
+
+logger.disable("x_transformers")
 transformers.logging.set_verbosity_error()
 
 

@@ -188,7 +188,7 @@ def test_errors_name_the_numbers():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("layout", ["of qkv", "transposed", "odd offset", "expanded", "reversed axes"])
+@pytest.mark.parametrize("layout", ["of qkv", "transposed", "odd offset", "expanded", "overlapping", "reversed axes"])
 def test_any_memory_layout(layout, dtype):
     """However x lies in memory: the same values, and the same gradient, as of a contiguous copy."""
     torch.manual_seed(0)
@@ -197,6 +197,7 @@ def test_any_memory_layout(layout, dtype):
          "transposed": lambda: torch.randn(B, H, D, T).transpose(-1, -2),
          "odd offset": lambda: torch.randn(B, H, T, D + 1)[..., 1:],
          "expanded": lambda: torch.randn(1, H, 1, D).expand(B, H, T, D),
+         "overlapping": lambda: torch.randn(2000).as_strided((B, H, T, D), (1, 1, 1, 1)),
          "reversed axes": lambda: torch.randn(D, T, H, B).permute(3, 2, 1, 0)}[layout]().to(dtype)
     copy, upstream = x.clone(memory_format=torch.contiguous_format).requires_grad_(), torch.randn(B, H, T, D).to(dtype)
     x = x.detach().requires_grad_()

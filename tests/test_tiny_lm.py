@@ -153,11 +153,20 @@ def test_block_causal_attention_equals_the_formula(T, dtype, tolerance):
         assert (a.grad.double() - b.grad).abs().max() < tolerance * max(1, b.grad.abs().max().item())
 
 
+def test_a_second_derivative_is_refused():
+    """torch.autograd.grad must not go past the strips in silence."""
+    model = wake(TinyLM("rope", **SMALL))
+    weights = list(model.parameters())
+    loss = model(torch.randint(0, 256, (2, 20))).square().sum()
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(loss, weights, create_graph=True)
+
+
 def test_attend_is_the_fused_attention_with_and_without_gradients():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 70, 16)
     bias = torch.randn(4, 70, 70)
-    for a, b in ((q[:, :, :3], k), (q, k[:, :, :66]), (q, k[:1])):  # unlike shapes are left to torch
+    for a, b in ((q[0, 0], k[0, 0]), (q[:, :, :3], k), (q, k[:, :, :66]), (q, k[:1])):  # unlike shapes are left to torch
         expected = F.scaled_dot_product_attention(a, b, b, is_causal=True)
         assert torch.allclose(attend(a.clone().requires_grad_(), b, b, is_causal=True), expected, atol=1e-5)
     for options in (dict(is_causal=True), dict(is_causal=True, scale=0.1), dict(), dict(attn_mask=bias)):
