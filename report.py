@@ -196,10 +196,10 @@ def buckets(nats, count=32):
 
 
 def fill_readme(readme, results):
-    """README text with each block between `<!-- NAME.md -->` and `<!-- end -->` replaced by results/NAME.md."""
+    """README text with each block between `<!-- NAME.md -->` (or FOLDER/NAME.md) and `<!-- end -->` replaced by results/NAME.md."""
     def block(match):
         return f"{match[1]}\n{(results / match[2]).read_text('utf-8').strip()}\n\n<!-- end -->"
-    return re.sub(r"(<!-- (\w+\.md) -->\n).*?<!-- end -->", block, readme, flags=re.S)
+    return re.sub(r"(<!-- ([\w/]+\.md) -->\n).*?<!-- end -->", block, readme, flags=re.S)
 
 
 if __name__ == "__main__":  # python report.py: the tables of README.md, anew from results/

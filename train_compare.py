@@ -248,8 +248,8 @@ def write_results(out, rows, about):
         column = lambda key: [row[key] for row in mine if row[key] is not None]
         middle = lambda key: f"{np.median(column(key)):,.0f}" if column(key) else "–"
         table.append([scheme, len(mine), spread(column("train_ppl")), spread(column("val_ppl")), middle("position_parameters"),
-                      middle("parameters"), middle("tokens_per_second"), "; ".join(filter(None, column("note")))])
-    header = ["scheme", "seeds", "train ppl", "validation ppl", "position parameters", "all parameters", "tokens/s", "note"]
+                      middle("parameters"), middle("seconds"), middle("tokens_per_second"), "; ".join(filter(None, column("note")))])
+    header = ["scheme", "seeds", "train ppl", "validation ppl", "position parameters", "all parameters", "seconds", "tokens/s", "note"]
     text = markdown_table(header, table)
     write_file(out / "train_compare.md", text)
     if any(row["curve"]["step"] for row in rows):

@@ -193,6 +193,15 @@ def tables(rows, lengths):
                 else f"{1000 * mine[T]['seconds']:,.0f} ms" + ("" if mine[T]["extra_mb"] is None else f", {mine[T]['extra_mb']:,.0f} MB")
                 for T in lengths])
         text.append(title + "\n\n" + markdown_table(["scheme", "who"] + [f"T = {T:,}" for T in lengths], lines))
+    cell = {(row["what"], row["scheme"], row["who"], row["T"]): row for row in rows}
+    both = [T for T in lengths if cell["layer", "alibi", TEXTBOOK, T]["seconds"] and cell["layer", "alibi", OURS, T]["extra_mb"]]
+    for T in both[-1:]:
+        ours, book, none = (cell["layer", scheme, who, T] for scheme, who in (("alibi", OURS), ("alibi", TEXTBOOK), ("none", OURS)))
+        text.append(f"At T = {T:,} the textbook formula takes {book['seconds'] / ours['seconds']:.0f} times as long as the ALiBi layer, "
+                    f"whose memory is {ours['extra_mb'] / none['extra_mb']:.2f} times that of the `none` layer.")
+    totals = [cell["model", scheme, OURS, lengths[-1]]["total_mb"] for scheme in SCHEMES]
+    if all(totals):
+        text.append(f"At T = {lengths[-1]:,} a process with one of these models holds at most {max(totals):,.0f} MB in all.")
     notes = sorted({f"{row['scheme']} {row['what']}, {row['who']}: {row['note']}" for row in rows if row["note"]})
     return "\n".join(text) + ("\n– " + "; ".join(notes) + ".\n" if notes else "")
 

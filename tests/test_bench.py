@@ -68,3 +68,27 @@ def test_a_child_says_what_went_wrong(monkeypatch):
         raise KeyError("some library's bug")
     monkeypatch.setattr(long_context, "forward_pass", broken)
     assert long_context.measure(multiprocessing.get_context("fork"), "layer", "none", "x", 64, None) == "KeyError: \"some library's bug\""
+
+
+def test_the_table_of_steps_names_the_best_peer():
+    seconds = {(scheme, who): [spent] for scheme in SCHEMES for who, spent in
+               ((train_step.OURS, 0.1), ("slow (fp32)", 0.5), ("fast (bf16)", 0.25))}
+    seconds |= {("none", train_step.OURS + ", something left out"): [0.15], ("none", "bound"): [0.05]}
+    text = train_step.table(train_step.table_rows(seconds, tokens=1000))
+    assert "| alibi | 10,000 | 1.00 | 0.50 | 2.50 | 4,000 | fast (bf16) |" in text
+    assert "alone of a `none` step: 20,000 tokens/s." in text and "with something left out: 1.50 times as long." in text
+
+
+def test_the_table_of_long_context_compares_alibi_with_the_formula_and_with_none():
+    def row(what, scheme, who, T, seconds, extra):
+        return dict(what=what, scheme=scheme, who=who, T=T, seconds=seconds, extra_mb=extra, total_mb=extra and extra + 300,
+                    note="" if seconds else "out of memory at 128")
+    rows = [row("layer", scheme, who, T, *cell) for scheme in long_context.LAYERS for T in (64, 128) for who, cell in
+            ((long_context.OURS, (0.01 * T, 6 if scheme == "alibi" else 4)),
+             (long_context.TEXTBOOK, (0.2 * T, 90) if T == 64 else (None, None)))]
+    rows += [row("model", scheme, long_context.OURS, T, 1.0, T) for scheme in SCHEMES for T in (64, 128)]
+    text = long_context.tables(rows, [64, 128])
+    assert "At T = 64 the textbook formula takes 20 times as long as the ALiBi layer, whose memory is 1.50 times" in text
+    assert "At T = 128 a process with one of these models holds at most 428 MB in all." in text
+    assert "| alibi | textbook formula | 12,800 ms, 90 MB | – |" in text
+    assert "– alibi layer, textbook formula: out of memory at 128; " in text
