@@ -1,6 +1,6 @@
 """Train one tiny causal LM per scheme: same bytes, same batches, same network, same starting weights.
 
-    python train_compare.py            # five schemes, one seed: about 12 minutes on two CPU cores
+    python train_compare.py            # five schemes, one seed: about 11 minutes on two CPU cores
     python train_compare.py --quick    # the same in small, half a minute, into results/quick/
 
 Writes train_compare.json, .csv, .md and .png and checkpoints/ into --out. A (scheme, seed) that is already trained
