@@ -158,33 +158,28 @@ def plot_extrapolation(path, summary, by_position, train_len):
 
 
 def plot_long_context(path, rows):
-    """Time and peak memory of a forward pass against T, log-log: above one attention layer, below the whole model.
+    """Time and peak memory of one attention layer's forward pass against T: solid as it is, dashed the textbook formula.
 
-    rows: dicts with what ("layer" or "model"), scheme, who, T, seconds and extra_mb (None where not measured).
+    rows: dicts with what (those of "layer" are drawn), scheme, who, T, seconds and extra_mb (None where not measured).
     """
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8.4), layout="constrained")
-    shown = ("rope", "alibi", "none")
-    styles = {"this repository": "-", "textbook formula": "--", "x-transformers": ":"}
-    for line, what in zip(axes, ("layer", "model")):
-        for axis, key, unit in zip(line, ("seconds", "extra_mb"), ("seconds", "peak memory, MB")):
-            ends = {}
-            for scheme, who in dict.fromkeys((row["scheme"], row["who"]) for row in rows if row["what"] == what and row["scheme"] in shown):
-                points = [(row["T"], row[key]) for row in rows
-                          if (row["what"], row["scheme"], row["who"]) == (what, scheme, who) and row[key]]
-                if points:
-                    axis.plot(*zip(*points), styles.get(who, "-."), color=COLOURS[scheme], lw=1.8, marker="o", ms=3)
-                    name = scheme if who == "this repository" else f"{scheme}, {who.split()[-1] if who.startswith('transf') else who.split()[0]}"
-                    ends[name] = (*points[-1], COLOURS[scheme])
-            lengths = sorted({row["T"] for row in rows})
-            axis.set(xscale="log", yscale="log", xlabel="T, tokens", ylabel=unit, xlim=(lengths[0] / 1.1, lengths[-1] * 4),
-                     title=("One attention layer: " if what == "layer" else "The whole model and its loss: ") + ("time" if key == "seconds" else "memory"))
-            axis.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in lengths])
-            axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_formatter("")
-            _label_ends(axis, ends, log=True)
-    figure.suptitle("Forward pass at long context, CPU, float32: solid is this repository, dashed the textbook formula, dotted other libraries")
+    figure, (axes,) = _figure(2, 11)
+    rows = [row for row in rows if row["what"] == "layer"]
+    lengths = sorted({row["T"] for row in rows})
+    for axis, key, label in zip(axes, ("seconds", "extra_mb"), ("seconds", "peak memory, MB")):
+        ends = {}
+        for scheme, who in dict.fromkeys((row["scheme"], row["who"]) for row in rows):
+            points = [(row["T"], row[key]) for row in rows if (row["scheme"], row["who"]) == (scheme, who) and row[key]]
+            if points:
+                plain = who == "textbook formula"
+                axis.plot(*zip(*points), "--" if plain else "-", color=COLOURS[scheme], lw=1.8, marker="o", ms=3)
+                ends[f"{scheme}, textbook" if plain else scheme] = (*points[-1], COLOURS[scheme])
+        axis.set(xscale="log", yscale="log", xlabel="T, tokens", ylabel=label, xlim=(lengths[0] / 1.1, lengths[-1] * 2),
+                 title="One attention layer at long context: " + ("time" if key == "seconds" else "memory"))
+        axis.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in lengths])
+        axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("")
+        _label_ends(axis, ends, log=True)
     _save(figure, path)
 
 
@@ -196,7 +191,7 @@ def buckets(nats, count=32):
 
 
 def fill_readme(readme, results):
-    """README text with each block between `<!-- NAME.md -->` (or FOLDER/NAME.md) and `<!-- end -->` replaced by results/NAME.md."""
+    """README text with each block between `<!-- NAME.md -->`, or FOLDER/NAME.md, and `<!-- end -->` anew from results/."""
     def block(match):
         return f"{match[1]}\n{(results / match[2]).read_text('utf-8').strip()}\n\n<!-- end -->"
     return re.sub(r"(<!-- ([\w/]+\.md) -->\n).*?<!-- end -->", block, readme, flags=re.S)
