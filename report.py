@@ -179,6 +179,7 @@ def plot_long_context(path, rows):
         axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("")
+        axis.margins(y=0.12)  # room for the labels
         _label_ends(axis, ends, log=True)
     _save(figure, path)
 
