@@ -76,7 +76,7 @@ def pick_dtype(name, device):
 
 
 def keep_freed_memory():
-    """Let glibc keep freed memory for the next step; given back and fetched anew, its pages cost 4 to 10 % of a step.
+    """Let glibc keep freed memory for the next step; given back and fetched anew, its pages cost up to 10 % of a step.
 
     Says whether it could.
     """

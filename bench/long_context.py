@@ -92,12 +92,13 @@ def measure_here(pipe, what, scheme, who, T, spare):
             held = memory("VmRSS")
             if held:
                 Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-            seconds = []
+            seconds, peak = [], None
             while len(seconds) < 6 and sum(seconds) < 5:
                 started = time.perf_counter()
                 forward(T)
                 seconds.append(time.perf_counter() - started)
-                peak = memory("VmHWM") if len(seconds) == 1 else peak
+                if len(seconds) == 1:
+                    peak = memory("VmHWM")
             pipe.send(dict(seconds=statistics.median(seconds[1:] or seconds), extra=peak and peak - held, total=peak))
     except Exception as error:
         pipe.send("out of memory" if isinstance(error, MemoryError) or "memory" in str(error) else reason(error))
@@ -200,7 +201,7 @@ def tables(rows, lengths):
                     f"whose memory is {ours['extra_mb'] / none['extra_mb']:.2f} times that of the `none` layer.")
     totals = [cell["model", scheme, OURS, lengths[-1]]["total_mb"] for scheme in SCHEMES]
     if all(totals):
-        text.append(f"At T = {lengths[-1]:,} a process with one of these models holds at most {max(totals):,.0f} MB in all.")
+        text.append(f"At T = {lengths[-1]:,} a process with a model of this repository holds at most {max(totals):,.0f} MB in all.")
     notes = sorted({f"{row['scheme']} {row['what']}, {row['who']}: {row['note']}" for row in rows if row["note"]})
     return "\n".join(text) + ("\n– " + "; ".join(notes) + ".\n" if notes else "")
 

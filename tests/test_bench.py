@@ -89,6 +89,6 @@ def test_the_table_of_long_context_compares_alibi_with_the_formula_and_with_none
     rows += [row("model", scheme, long_context.OURS, T, 1.0, T) for scheme in SCHEMES for T in (64, 128)]
     text = long_context.tables(rows, [64, 128])
     assert "At T = 64 the textbook formula takes 20 times as long as the ALiBi layer, whose memory is 1.50 times" in text
-    assert "At T = 128 a process with one of these models holds at most 428 MB in all." in text
+    assert "At T = 128 a process with a model of this repository holds at most 428 MB in all." in text
     assert "| alibi | textbook formula | 12,800 ms, 90 MB | – |" in text
     assert "– alibi layer, textbook formula: out of memory at 128; " in text
