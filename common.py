@@ -76,9 +76,9 @@ def pick_dtype(name, device):
 
 
 def keep_freed_memory():
-    """Let glibc keep freed memory for the next step; given back and fetched anew, its pages cost up to 10 % of a step.
+    """Let glibc keep freed memory for the next step, in place of giving it back and fetching it anew; True if it could.
 
-    Says whether it could.
+    bench/train_step.py measures what that saves.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

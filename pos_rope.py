@@ -55,7 +55,7 @@ def apply_rope(x, cos, sin, interleaved=True):
     dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
     turn = torch.complex(cos.to(wide), sin.to(wide))  # exp(j·angle)
     if interleaved:
-        x = x.to(wide, copy=True)  # in the memory order of x: reordering here would double the cost
+        x = x.to(wide, copy=True)  # in the memory order of x, which spares a reordering
         if x.stride(-1) != 1:
             x = x.contiguous()
         z = torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # (B, H, T, D/2)

@@ -1,8 +1,8 @@
 """Time and memory of a forward pass at long context: one attention layer, and the whole language model with its loss.
 
     pip install -r bench/requirements.txt
-    python bench/long_context.py           # about 20 minutes on two CPU cores
-    python bench/long_context.py --quick   # two minutes, short lengths, into results/quick/
+    python bench/long_context.py           # about 10 minutes a round on two CPU cores
+    python bench/long_context.py --quick   # half a minute, short lengths, into results/quick/
 
 On the CPU in float32, one sequence of T tokens. The layers stand beside the textbook formula, which holds all scores and
 the bias as (H, T, T) matrices; the models beside transformers and x-transformers, with fused attention where they have it.

@@ -125,12 +125,13 @@ def seconds_of(found):
 
 
 def measure(size, rounds, data, dtype):
-    """All in turn, `rounds` times -> {(scheme, who): [seconds per step]}; who is OURS, a peer at its setting, or "bound"."""
+    """All in turn, `rounds` times -> {(scheme, who): [seconds per step]}; who is OURS, a peer at its setting, or PRODUCTS."""
     rivals = {}
     for scheme in SCHEMES:
         for name, (make, attentions) in peers(scheme, size).items():
-            rivals[scheme, name] = fastest(make, attentions, size, data)
-            print(f"{scheme}: {name} is fastest with {rivals[scheme, name].setting}", file=sys.stderr)
+            peer = fastest(make, attentions, size, data)
+            rivals[scheme, f"{name} ({peer.setting})"] = peer
+            print(f"{scheme}: {name} is fastest with {peer.setting}", file=sys.stderr)
     bounds = [products(size, kind) for kind in (torch.bfloat16, torch.float32)]
     largest = size["batch_size"] * size["train_len"] * 4 * size["dim"] * dtype.itemsize  # between the MLP's two layers
     # The `none` step with one of the speed paths replaced by what it stands in for.
@@ -142,13 +143,12 @@ def measure(size, rounds, data, dtype):
         print(f"round {turn + 1} of {rounds}", file=sys.stderr)
         for scheme in SCHEMES:
             seconds.setdefault((scheme, OURS), []).extend(our_steps(scheme, 2, size, data, dtype))
-            for (other, name), peer in rivals.items():
-                if other == scheme:
-                    seconds.setdefault((scheme, f"{name} ({peer.setting})"), []).extend(peer.steps(2, size, data))
+            for rival in (key for key in rivals if key[0] == scheme):
+                seconds.setdefault(rival, []).extend(rivals[rival].steps(2, size, data))
         for name, change in without.items():
             with change():
                 seconds.setdefault(("none", f"{OURS}, {name}"), []).extend(our_steps("none", 2, size, data, dtype))
-        seconds.setdefault(("none", "bound"), []).append(min(map(seconds_of, bounds)))
+        seconds.setdefault(("none", PRODUCTS), []).append(min(map(seconds_of, bounds)))
     return seconds
 
 
@@ -159,12 +159,10 @@ def table_rows(seconds, tokens):
     for (scheme, who), spent in median.items():
         row = dict(scheme=scheme, who=who, tokens_per_second=round(tokens / spent), ms_per_step=round(1000 * spent, 1),
                    times_best_peer=None, times_none=None, of_bound=None)
-        if who == "bound":
-            row["who"] = PRODUCTS
-        elif who.startswith(OURS):
-            best = min(median[key] for key in median if key[0] == scheme and not key[1].startswith((OURS, "bound")))
+        if who.startswith(OURS):
+            best = min(median[key] for key in median if key[0] == scheme and not key[1].startswith((OURS, PRODUCTS)))
             row |= dict(times_best_peer=round(best / spent, 2), times_none=round(spent / median["none", OURS], 3),
-                        of_bound=round(median["none", "bound"] / spent, 2))
+                        of_bound=round(median["none", PRODUCTS] / spent, 2))
         rows.append(row)
     return rows
 
@@ -174,8 +172,8 @@ def table(rows):
     lines = []
     for scheme in SCHEMES:
         ours = next(row for row in rows if row["scheme"] == scheme and row["who"] == OURS)
-        peers_rows = [row for row in rows if row["scheme"] == scheme and row["times_best_peer"] is None and row["who"] != PRODUCTS]
-        best = min(peers_rows, key=lambda row: row["ms_per_step"])
+        best = min((row for row in rows if row["scheme"] == scheme and not row["who"].startswith((OURS, PRODUCTS))),
+                   key=lambda row: row["ms_per_step"])
         lines.append([scheme, f"{ours['tokens_per_second']:,}", f"{ours['times_none']:.2f}", f"{ours['of_bound']:.2f}",
                       f"{ours['times_best_peer']:.2f}", f"{best['tokens_per_second']:,}", best["who"]])
     header = ["scheme", "tokens/s", "step / step of `none`", "of the bound", "times the best peer", "its tokens/s", "which"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tiny_lm
 from pos_alibi import ALiBiAttention, alibi_bias, alibi_slopes, fused, ride_along
 
 EIGHT = [2.0**-e for e in range(1, 9)]
@@ -201,3 +202,16 @@ def test_errors_name_the_numbers():
         module(torch.randn(2, 4, 16), torch.zeros(2, 5, dtype=torch.int64))
     with pytest.raises(ValueError, match="must be integers"):
         module(torch.randn(2, 4, 16), torch.arange(4.0))
+
+
+def test_the_fused_kernel_gets_one_width(monkeypatch):
+    """Of unlike widths torch takes its slow path, with the same numbers."""
+    widths = []
+    def record(q, k, v, **options):
+        widths.append((q.shape[-1], k.shape[-1], v.shape[-1]))
+        return v
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    q, v = torch.randn(1, 2, 5, 12), torch.randn(1, 2, 5, 4)
+    assert torch.equal(fused(q, q, v), v) and fused(q, q, q) is not None
+    assert torch.equal(tiny_lm.attend(q, q, v, is_causal=True), v)
+    assert widths == [(12, 12, 12)] * 3

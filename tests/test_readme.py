@@ -20,6 +20,15 @@ def test_tables_are_those_of_the_results():
     assert fill_readme(README, HERE / "results") == README, "run: python report.py"
 
 
+def test_tables_are_filled_in_from_folders_too(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.md").write_text("| A |\n")
+    (tmp_path / "deep" / "b.md").write_text("| B |\n")
+    text = "x\n<!-- a.md -->\nold\n<!-- end -->\ny\n<!-- deep/b.md -->\n<!-- end -->\nz"
+    expected = "x\n<!-- a.md -->\n\n| A |\n\n<!-- end -->\ny\n<!-- deep/b.md -->\n\n| B |\n\n<!-- end -->\nz"
+    assert fill_readme(text, tmp_path) == expected
+
+
 @pytest.mark.parametrize("snippet", [s for s in SNIPPETS if not s.startswith("# my_pos.py")])
 def test_snippets_run(snippet):
     exec(snippet, {})

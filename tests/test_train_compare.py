@@ -305,3 +305,21 @@ def test_another_c_library_is_left_alone(monkeypatch, missing):
         raise missing
     monkeypatch.setattr(ctypes, "CDLL", absent)
     keep_freed_memory()
+
+
+def test_freed_memory_is_kept_while_a_driver_runs(monkeypatch):
+    calls = []
+    class Library:
+        def mallopt(self, parameter, value):
+            calls.append((parameter, value))
+            return 1
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    common.run(lambda: calls.append("main"))
+    assert calls == [(-1, 2**31 - 1), (-3, 32 * 2**20), "main"]  # trim threshold, mmap threshold, as malloc.h numbers them
+
+
+def test_the_table_shows_the_seconds_of_the_rows(tmp_path):
+    row = dict(scheme="rope", seed=0, train_ppl=3.0, val_ppl=3.1, parameters=10, position_parameters=0, tokens_per_second=77, note="",
+               curve={"step": [], "loss": []})
+    table = train_compare.write_results(tmp_path, [row | {"seconds": 100.4}, row | {"seed": 1, "seconds": 300.4}], {})
+    assert "| rope | 2 | 3.00 ± 0.00 | 3.10 ± 0.00 | 0 | 10 | 200 | 77 |" in table
