@@ -1,5 +1,6 @@
 """What the drivers share: arguments and their errors, device and dtype, provenance, files that are whole or not there."""
 import argparse
+import ast
 import ctypes
 import hashlib
 import json
@@ -8,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -90,8 +92,21 @@ def keep_freed_memory():
 
 
 def code_hash(*sources):
-    """One short hash over pieces of source text, whatever their line ends."""
-    return hashlib.sha256(b"\0".join(source.replace(b"\r\n", b"\n") for source in sources)).hexdigest()[:16]
+    """One short hash over pieces of Python source: what it does, whatever its comments, docstrings and line ends."""
+    parts = []
+    for source in sources:
+        tree = ast.parse(textwrap.dedent(source.decode()))
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+                del body[0]  # a docstring
+        parts.append(ast.unparse(tree))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def given(flag):
+    """Whether the user wrote this flag on the command line."""
+    return any(word.partition("=")[0] == flag for word in sys.argv[1:])
 
 
 def provenance(corpus, device, dtype):

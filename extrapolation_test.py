@@ -1,10 +1,12 @@
 """Perplexity by length: models trained at one length, read at longer ones.
 
     python extrapolation_test.py           # every checkpoint of train_compare.py; about 3 minutes for five on two CPU cores
+    python extrapolation_test.py --longer  # and every way to read them past their length, to 16 times it; 6 minutes
     python extrapolation_test.py --quick   # those of train_compare.py --quick, some seconds
 
-Writes extrapolation.json, .csv, .md and .png into --out. Two protocols (score.py has them in full): `span`, windows
-without overlap, and `fixed`, the same targets with more and more text before them, from which to argue.
+Writes extrapolation.json, .csv (long), _wide.csv, _pairs.csv, .md and .png into --out; with --longer longer.* instead. Two
+protocols (score.py has them in full): `span`, windows without overlap, and `fixed`, the same targets with more and more
+text before them, from which to argue.
 """
 import sys
 from pathlib import Path
@@ -13,13 +15,18 @@ import numpy as np
 from tqdm import tqdm
 
 import score
-from common import Parser, distinct, pick_device, pick_dtype, provenance, run, whole, writable_folder, write_file, write_json
+from common import (Parser, distinct, given, pick_device, pick_dtype, positive, provenance, run, whole, writable_folder, write_file,
+                    write_json)
 from data.corpus import load_corpus
-from report import buckets, markdown_table, mean_std, plot_extrapolation, spread, write_csv
-from tiny_lm import SCHEMES, load_model, reason
-from train_compare import checkpoint_path
+from pos_learned import BEYOND
+from pos_rope import SCALINGS
+from report import buckets, label, markdown_table, mean_std, plot_extrapolation, plot_longer, spread, write_csv
+from tiny_lm import SCHEMES, TinyLM, load_model, reason, size_of
+from train_compare import at_its_positions, checkpoint_path, ways, with_options
 
 QUICK = dict(out="results/quick", span_bytes=16384, windows=32)
+LONGER = dict(scaling=list(SCALINGS), beyond=["untrained", "clamp", "wrap", "interpolate"], window=[0, 1], times=(1, 2, 4, 8, 16),
+              span_bytes=65536, windows=32, name="longer")  # window 1: the training length
 # What must be the same of all models in one table.
 SAME = ("steps", "batch_size", "train_len", "dim", "n_layer", "n_head", "lr", "adam_lr", "dtype", "sha256", "held_out")
 
@@ -36,24 +43,41 @@ def arguments():
                       help=f"span: how many held-out bytes are scored (default: {score.SPAN_BYTES})")
     what.add_argument("--windows", type=whole(2), default=128,
                       help=f"fixed: how many windows, with {score.K} targets each (default: 128)")
+    past = parser.add_argument_group("ways to read a model past its training length, without training; each makes a row")
+    past.add_argument("--scaling", nargs="+", choices=list(SCALINGS), metavar="KIND", default=["none"],
+                      help=f"rope: {' '.join(SCALINGS)}; sin takes none and linear (default: none)")
+    past.add_argument("--factor", type=positive, metavar="S",
+                      help="of the scaling, at every length (default: n over the training length, column by column)")
+    past.add_argument("--beyond", nargs="+", choices=list(BEYOND), metavar="POLICY", default=["untrained"],
+                      help=f"learned: what becomes of rows that were not trained: {' '.join(BEYOND)} (default: untrained)")
+    past.add_argument("--window", nargs="+", type=whole(0), metavar="N", default=[0],
+                      help="every scheme as it is: a token sees the last N only; 0: all (default: 0)")
+    past.add_argument("--longer", action="store_true",
+                      help="all of them, at 1, 2, 4, 8 and 16 times the training length, on less text; other flags still count")
     where = parser.add_argument_group("where to read, run and write")
+    where.add_argument("--from", nargs="+", dest="sources", metavar="FOLDER",
+                       help="folders whose checkpoints/ are read into one table (default: that of --out)")
     where.add_argument("--data", help="text to read (default: the held-out part of what the models were trained on)")
     where.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
     where.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="fp32",
                        help="(default: fp32, whatever the training was in)")
-    where.add_argument("--out", default="results", help="folder with checkpoints/, and for the results (default: results)")
+    where.add_argument("--out", default="results", help="folder for the results (default: results)")
+    where.add_argument("--name", default="extrapolation", help="what the files are called (default: extrapolation, or longer)")
     where.add_argument("--quick", action="store_true", help="less text, in results/quick/; other flags still count")
+    parser.set_defaults(times=(1, 2, 4, 8))
+    if "--longer" in sys.argv[1:]:
+        parser.set_defaults(**LONGER)
     if "--quick" in sys.argv[1:]:
         parser.set_defaults(**QUICK)
     return parser, parser.parse_args()
 
 
-def find_checkpoints(out, schemes, seeds):
+def find_checkpoints(folders, schemes, seeds):
     """The wanted checkpoints -> [(model, settings)], in the order of SCHEMES. ValueError if none, or of unlike training."""
     found = []
-    patterns = [checkpoint_path(out, scheme, seed).name if scheme else f"*-seed{seed}.pt"
-                for scheme in schemes or [None] for seed in seeds or ["*"]]
-    for path in sorted({path for pattern in patterns for path in (Path(out) / "checkpoints").glob(pattern)}):
+    patterns = [checkpoint_path(folder, scheme, seed) if scheme else Path(folder) / "checkpoints" / f"*-seed{seed}.pt"
+                for folder in folders for scheme in schemes or [None] for seed in seeds or ["*"]]
+    for path in dict.fromkeys(path for pattern in patterns for path in sorted(pattern.parent.glob(pattern.name))):
         model, saved = load_model(path)
         settings = saved["settings"]
         if (schemes is None or settings["scheme"] in schemes) and (seeds is None or settings["seed"] in seeds):
@@ -61,40 +85,88 @@ def find_checkpoints(out, schemes, seeds):
     missing = [s for s in schemes or () if s not in {settings["scheme"] for _, settings in found}]
     if missing or not found:
         flags = f" --schemes {' '.join(schemes)}" if set(missing) - set(SCHEMES) else ""
-        flags += "" if out == "results" else " --quick" if out == QUICK["out"] else f" --out {out}"
-        raise ValueError(f"no checkpoint{' of ' + ', '.join(missing) if missing else ''} in {Path(out) / 'checkpoints'}; "
+        flags += "" if folders == ["results"] else " --quick" if folders == [QUICK["out"]] else f" --out {folders[0]}"
+        where = ", ".join(str(Path(folder) / "checkpoints") for folder in folders)
+        raise ValueError(f"no checkpoint{' of ' + ', '.join(missing) if missing else ''} in {where}; "
                          f"train first: python train_compare.py{flags}")
-    first = found[0][1]
+    first, seen = found[0][1], set()
     for _, settings in found:
         for key in SAME:
             if settings[key] != first[key]:
                 raise ValueError(f"{settings['scheme']} seed {settings['seed']} was trained with {key} {settings[key]}, "
                                  f"{first['scheme']} seed {first['seed']} with {first[key]}; run train_compare.py again for "
                                  "all, or choose with --schemes and --seeds")
+        who = settings["scheme"], trained_as(settings), settings["seed"]
+        if who in seen:
+            raise ValueError(f"{', '.join(filter(None, who[:2]))}, seed {who[2]} is there twice, in {' and '.join(folders)}")
+        seen.add(who)
     place = {scheme: i for i, scheme in enumerate(schemes or SCHEMES)}
-    found.sort(key=lambda item: (place.get(item[1]["scheme"], len(place)), item[1]["scheme"], item[1]["seed"]))
+    found.sort(key=lambda item: (place.get(item[1]["scheme"], len(place)), item[1]["scheme"], trained_as(item[1]), item[1]["seed"]))
     return found
 
 
-def measure(models, data, lengths, protocols, span_bytes, windows, device):
-    """[(model, settings)] -> a row per scheme, seed, protocol and length, and {scheme: [nats by position, per seed]}."""
-    rows, by_position = [], {}
+def trained_as(settings):
+    """What was special in the training, in words; nothing for the plain comparison."""
+    words = []
+    if settings["random_positions"]:
+        words.append(f"trained at random positions below {settings['random_positions']}")
+    if len(settings["train_lens"]) > 1:
+        words.append(f"trained at {' '.join(map(str, settings['train_lens']))}")
+    if settings["window"]:
+        words.append(f"trained with window {settings['window']}")
+    if settings["copies"]:
+        words.append("trained with copies")
+    return ", ".join(words)
+
+
+def read_as(model, settings, options, window):
+    """The same weights in a network whose scheme has these options, and with this window."""
+    if not options and window == settings["window"]:
+        return model
+    changed = TinyLM(with_options(settings["scheme"], **options), **size_of(settings) | {"window": window})
+    changed.load_state_dict(model.state_dict())
+    weight = next(model.parameters())
+    return changed.to(weight.device, weight.dtype).eval()
+
+
+def measure(models, data, lengths, protocols, args, device):
+    """[(model, settings)] -> a row per scheme, way to read it, seed, protocol and length; {label: [nats by position, per
+    seed]}; {(label, seed, protocol, n): mean nats per window}."""
+    rows, by_position, by_window = [], {}, {}
     longest = max(lengths)
-    stretch = score.span_length(lengths, span_bytes, len(data)) if "span" in protocols else 0
-    ends = score.fixed_ends(len(data), longest, windows) if "fixed" in protocols else ()
-    bar = tqdm(total=len(models) * len(lengths) * len(protocols), unit="cell", mininterval=0.1 if sys.stderr.isatty() else 30)
-    for model, settings in models:
+    stretch = score.span_length(lengths, args.span_bytes, len(data)) if "span" in protocols else 0
+    ends = score.fixed_ends(len(data), longest, args.windows) if "fixed" in protocols else ()
+    plan = [(model, settings, name, options, window) for model, settings in models
+            for name, options in ways(settings, args.scaling, args.factor, args.beyond).items()
+            for window in (args.window if not name else [0])]  # windows are for the model as it is
+    bar = tqdm(total=len(plan) * len(lengths) * len(protocols), unit="cell", mininterval=0.1 if sys.stderr.isatty() else 30)
+    known, previous = {}, None  # the scores of one checkpoint: where two ways are the same, they are made once
+    for model, settings, name, options, window in plan:
+        if model is not previous:
+            known, previous = {}, model
+        variant = ", ".join(filter(None, (trained_as(settings), name, f"window {window}" if window else "")))
         for protocol in protocols:
             for n in lengths:
-                bar.set_description(f"{settings['scheme']}, seed {settings['seed']}, {protocol} {n}", refresh=False)
-                row = dict(scheme=settings["scheme"], seed=settings["seed"], protocol=protocol, n=n, nll=None, ppl=None,
-                           low=None, high=None, targets=0, note="")
+                row = dict(scheme=settings["scheme"], variant=variant, seed=settings["seed"], protocol=protocol, n=n, nll=None,
+                           ppl=None, low=None, high=None, targets=0, note="")
+                who = label(row)
+                bar.set_description(f"{who}, seed {settings['seed']}, {protocol} {n}", refresh=False)
+                width = 0 if window >= n else window
+                width = min(filter(None, (width, settings["window"])), default=0)
+                chosen = options(n)
+                key = str(chosen), width, protocol, n
                 try:
-                    nats = (score.span(model, data, n, stretch, device) if protocol == "span"
-                            else score.fixed(model, data, n, ends, device))
-                    row |= score.scores(nats)
-                    if protocol == "span" and n == longest and row["ppl"] is not None:
-                        by_position.setdefault(settings["scheme"], []).append(nats.mean(axis=0))
+                    if key not in known:
+                        reader = at_its_positions(read_as(model, settings, chosen, width), settings)
+                        nats = (score.span(reader, data, n, stretch, device) if protocol == "span"
+                                else score.fixed(reader, data, n, ends, device))
+                        known[key] = score.scores(nats), nats.mean(axis=0), nats.mean(axis=1)
+                    scored, positions, windows = known[key]
+                    row |= scored
+                    if row["ppl"] is not None:
+                        by_window[who, settings["seed"], protocol, n] = windows
+                        if protocol == "span" and n == longest:
+                            by_position.setdefault(who, []).append(positions)
                 except Exception as error:  # whatever a scheme raises at a length, its other cells and the other rows go on
                     limit = getattr(model.position, "max_len", None)
                     row["note"] = (f"max_len {limit}" if isinstance(limit, int) and limit < n
@@ -103,28 +175,69 @@ def measure(models, data, lengths, protocols, span_bytes, windows, device):
                 rows.append(row)
                 bar.update()
     bar.close()
-    return rows, by_position
+    return rows, by_position, by_window
+
+
+def paired(by_window):
+    """{(label, seed, protocol, n): mean nats per window} -> a row per protocol, length and pair: a − b and its p-value.
+
+    The test is over the seeds that both have; with a single seed, over its windows.
+    """
+    found = []
+    for protocol, n in dict.fromkeys(key[2:] for key in by_window):
+        labels = list(dict.fromkeys(key[0] for key in by_window if key[2:] == (protocol, n)))
+        for i, a in enumerate(labels):
+            for b in labels[i + 1:]:
+                seeds = [key[1] for key in by_window if key == (a, key[1], protocol, n) and (b, key[1], protocol, n) in by_window]
+                each = [by_window[a, seed, protocol, n] - by_window[b, seed, protocol, n] for seed in seeds]
+                if each:
+                    p = score.paired_p([d.mean() for d in each] if len(each) > 1 else each[0])
+                    found.append(dict(protocol=protocol, n=n, a=a, b=b, nats_a_minus_b=round(float(np.mean(each)), 5),
+                                      p=float(f"{p:.3g}"), over=f"{len(each)} seeds" if len(each) > 1 else f"{len(each[0])} windows"))
+    return found
+
+
+def not_told_apart(pairs, summary, protocol, n):
+    """The labels of the best row of a column, and of those that the paired test (Holm's correction, 5 %) cannot tell from it."""
+    cells = [c for c in summary if (c["protocol"], c["n"]) == (protocol, n) and c["nll"] is not None]
+    if not cells:
+        return set()
+    best = label(min(cells, key=lambda c: c["nll"]))
+    against = {pair["b"] if pair["a"] == best else pair["a"]: pair["p"] for pair in pairs
+               if (pair["protocol"], pair["n"]) == (protocol, n) and best in (pair["a"], pair["b"])}
+    adjusted = score.holm(list(against.values()))
+    return {best} | {name for name, p in zip(against, adjusted) if p >= 0.05}
 
 
 def summarise(rows):
-    """Rows -> one dict per scheme, protocol and length: over seeds mean ± std, of one seed its bootstrap interval."""
+    """Rows -> one dict per scheme, variant, protocol and length: over seeds mean ± std, of one seed its bootstrap interval."""
     cells = {}
     for row in rows:
-        cells.setdefault((row["scheme"], row["protocol"], row["n"]), []).append(row)
+        cells.setdefault((row["scheme"], row["variant"], row["protocol"], row["n"]), []).append(row)
     summary = []
-    for (scheme, protocol, n), seeds in cells.items():
+    for (scheme, variant, protocol, n), seeds in cells.items():
         done = [row for row in seeds if row["ppl"] is not None]
-        cell = dict(scheme=scheme, protocol=protocol, n=n, seeds=[row["seed"] for row in done], ppl=None, std=None,
-                    low=None, high=None, note="; ".join(sorted({row["note"] for row in seeds if row["note"]})))
+        cell = dict(scheme=scheme, variant=variant, protocol=protocol, n=n, seeds=[row["seed"] for row in done], nll=None, ppl=None,
+                    std=None, low=None, high=None, note="; ".join(sorted({row["note"] for row in seeds if row["note"]})))
         if done:
             mean, std = mean_std([row["ppl"] for row in done])
             low, high = (mean - std, mean + std) if len(done) > 1 else (done[0]["low"], done[0]["high"])
-            cell |= dict(ppl=round(mean, 4), std=round(std, 4), low=round(low, 4), high=round(high, 4))
+            nll = mean_std([row["nll"] for row in done])[0]
+            cell |= dict(nll=round(nll, 5), ppl=round(mean, 4), std=round(std, 4), low=round(low, 4), high=round(high, 4))
         summary.append(cell)
     return summary
 
 
-def tables(rows, summary, lengths, protocols, train_len):
+def wide(rows, lengths):
+    """Rows -> one per scheme, variant, seed and protocol, with its perplexities under the lengths."""
+    lines = {}
+    for row in rows:
+        key = {name: row[name] for name in ("scheme", "variant", "seed", "protocol")}
+        lines.setdefault(tuple(key.values()), key | dict.fromkeys(lengths))[row["n"]] = row["ppl"]
+    return list(lines.values())
+
+
+def tables(rows, summary, pairs, lengths, protocols, train_len):
     """The wide tables, one per protocol, as one Markdown text."""
     titles = dict(span="Span protocol: windows of n without overlap. A longer window has fewer targets with little before them, "
                        "so a sound scheme falls a little.",
@@ -133,13 +246,15 @@ def tables(rows, summary, lengths, protocols, train_len):
     text = []
     for protocol in protocols:
         lines = []
-        for scheme in dict.fromkeys(row["scheme"] for row in rows):
-            line, ppl = [scheme], {}
+        bold = {n: not_told_apart(pairs, summary, protocol, n) for n in lengths}
+        for who in dict.fromkeys(map(label, rows)):
+            line, ppl = [who], {}
             for n in lengths:
-                cells = [row for row in rows if (row["scheme"], row["protocol"], row["n"]) == (scheme, protocol, n)]
-                summed = next(c for c in summary if (c["scheme"], c["protocol"], c["n"]) == (scheme, protocol, n))
+                cells = [row for row in rows if (label(row), row["protocol"], row["n"]) == (who, protocol, n)]
+                summed = next(c for c in summary if (label(c), c["protocol"], c["n"]) == (who, protocol, n))
                 ppl[n] = summed["ppl"]
-                line.append(spread([row["ppl"] for row in cells]) if summed["ppl"] is not None else summed["note"])
+                cell = spread([row["ppl"] for row in cells]) if summed["ppl"] is not None else summed["note"]
+                line.append(f"**{cell}**" if who in bold[n] else cell)
             if protocol == "fixed":
                 usable = score.usable_length(ppl, train_len)
                 line.append("–" if usable is None else f"≥ {usable}" if usable == lengths[-1] else usable)
@@ -148,30 +263,42 @@ def tables(rows, summary, lengths, protocols, train_len):
         text.append(titles[protocol] + "\n\n" + markdown_table(header, lines))
     seeds = {}
     for row in rows:
-        seeds.setdefault(row["scheme"], {})[str(row["seed"])] = True  # a dict for its order
-    named = {scheme: ", ".join(each) for scheme, each in seeds.items()}
-    which = named[rows[0]["scheme"]]
-    if len(set(named.values())) > 1:
-        which = "; ".join(f"{scheme}: {each}" for scheme, each in named.items())
-    spread_over = "Mean ± sample standard deviation over seeds" if "," in which else "Seed"
-    note = f"Trained at {train_len} bytes. {spread_over} {which}."
+        seeds.setdefault(label(row), {})[str(row["seed"])] = True  # a dict for its order
+    named = {who: ", ".join(each) for who, each in seeds.items()}
+    common = max(named.values(), key=list(named.values()).count)
+    which = common + "".join(f"; {who}: {each}" for who, each in named.items() if each != common)
+    many = any("," in each for each in named.values())
+    over = "seeds" if many else "windows"
+    note = (f"Trained at {train_len} bytes. {'Mean ± sample standard deviation over seeds' if many else 'Seed'} {which}. Bold: the best "
+            f"of a column, and what a paired t-test over {over} (5 %, Holm's correction) cannot tell from it.")
     return note + "\n\n" + "\n".join(text)
 
 
 def prepare(args):
     """Everything that can be wrong with the arguments is found here, before anything is measured or written."""
-    for flag in ("schemes", "seeds", "lengths"):
-        distinct(f"--{flag}", getattr(args, flag) or [])
+    for flag in ("schemes", "seeds", "lengths", "scaling", "beyond", "window", "sources"):
+        distinct(f"--{'from' if flag == 'sources' else flag}", getattr(args, flag) or [])
+    if not args.name or Path(args.name).name != args.name:
+        raise ValueError(f"--name '{args.name}' is not the name of a file; the folder is --out")
+    if args.factor is not None and args.factor < 1:
+        raise ValueError(f"--factor {args.factor:g} is below 1: it is the wanted over the trained length")
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
-    models = find_checkpoints(args.out, args.schemes, args.seeds)
+    models = find_checkpoints(args.sources or [args.out], args.schemes, args.seeds)
     trained = models[0][1]
+    if args.longer and not given("--window"):
+        args.window = [0, trained["train_len"]]
+    readable = {name for _, settings in models for name in ways(settings, args.scaling, args.factor, args.beyond)}
+    for flag, wanted, plain in (("--scaling", args.scaling, "none"), ("--beyond", args.beyond, "untrained")):
+        for kind in wanted:
+            if given(flag) and kind != plain and kind not in readable:
+                raise ValueError(f"{flag} {kind}: none of the models takes it")
     try:
         corpus = load_corpus(trained["data"] if args.data is None else args.data)
     except ValueError as error:
         where = "; the models were trained on it, say with --data where it is now" if args.data is None else ""
         raise ValueError(f"{error}{where}") from None
-    lengths = sorted(args.lengths or [trained["train_len"] * factor for factor in (1, 2, 4, 8)])
+    lengths = sorted(args.lengths or [trained["train_len"] * factor for factor in args.times])
     corpus.require(max(lengths))
     protocols = ["span", "fixed"] if args.protocol == "both" else [args.protocol]
     if "span" in protocols:
@@ -193,24 +320,29 @@ def main():
         print(f"notice: the models were trained on other text, or another part of it, than this ({corpus.name}, SHA-256 "
               f"{corpus.sha256[:16]}…); what is held out here may have been seen in training, or may be of another kind")
     try:
-        rows, by_position = measure(models, corpus.val, lengths, protocols, args.span_bytes, args.windows, device)
+        rows, by_position, by_window = measure(models, corpus.val, lengths, protocols, args, device)
     except KeyboardInterrupt:
         print("\nstopped; nothing was written, earlier results are as they were", file=sys.stderr)
         raise
-    summary = summarise(rows)
-    by_position = {scheme: np.mean(nats, axis=0) for scheme, nats in by_position.items()}
-    curves = {scheme: [round(nats, 4) for nats in buckets(values, 128)[1]] for scheme, values in by_position.items()}
-    text, out = tables(rows, summary, lengths, protocols, trained["train_len"]), Path(args.out)
-    write_json(out / "extrapolation.json", provenance(corpus, device, dtype) | {
+    summary, pairs = summarise(rows), paired(by_window)
+    by_position = {who: np.mean(nats, axis=0) for who, nats in by_position.items()}
+    curves = {who: [round(nats, 4) for nats in buckets(values, 128)[1]] for who, values in by_position.items()}
+    text, out = tables(rows, summary, pairs, lengths, protocols, trained["train_len"]), Path(args.out)
+    write_json(out / f"{args.name}.json", provenance(corpus, device, dtype) | {
         "trained": {key: trained[key] for key in SAME}, "summary": summary, "rows": rows,
         "by_position": {"window": max(lengths), "nats_in_equal_buckets": curves}})
-    write_csv(out / "extrapolation.csv", rows)
-    write_file(out / "extrapolation.md", text)
+    write_csv(out / f"{args.name}.csv", rows)
+    write_csv(out / f"{args.name}_wide.csv", wide(rows, lengths))
+    if pairs:
+        write_csv(out / f"{args.name}_pairs.csv", pairs)
+    write_file(out / f"{args.name}.md", text)
     drawn = [cell for cell in summary if cell["ppl"] is not None]
-    if drawn:
-        plot_extrapolation(out / "extrapolation.png", drawn, by_position, trained["train_len"])
+    if drawn and any(cell["variant"] for cell in drawn):
+        plot_longer(out / f"{args.name}.png", drawn, trained["train_len"])
+    elif drawn:
+        plot_extrapolation(out / f"{args.name}.png", drawn, by_position, trained["train_len"])
     print("\n" + text)
-    print(f"wrote {out / 'extrapolation'}.json .csv .md .png")
+    print(f"wrote {out / args.name}.json .csv .md .png, _wide.csv and _pairs.csv")
 
 
 if __name__ == "__main__":

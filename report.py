@@ -28,6 +28,11 @@ def short(scheme):
     return scheme.split(".py:")[-1]
 
 
+def label(row):
+    """The name of a row: its scheme, and what is special about it."""
+    return ", ".join(filter(None, (row["scheme"], row.get("variant", ""))))
+
+
 def markdown_table(header, rows):
     """A header and rows of cells -> a Markdown table; the first column is left-aligned, the others right."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
@@ -154,6 +159,63 @@ def plot_extrapolation(path, summary, by_position, train_len):
         axis.annotate(f"trained at {train_len}", (train_len, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
                       textcoords="offset points", va="top", color="#555555", fontsize=9,
                       bbox=dict(facecolor="white", edgecolor="none", alpha=0.8, pad=1))
+    _save(figure, path)
+
+
+def plot_longer(path, summary, train_len):
+    """Fixed-target perplexity by length of every way to read a model past its training length, one panel per kind of way.
+
+    summary: dicts with scheme, variant, protocol, n, ppl, low, high (one per cell that could be computed). Only one protocol is
+    drawn: fixed, where it was measured.
+    """
+    protocol = "fixed" if any(cell["protocol"] == "fixed" for cell in summary) else "span"
+    summary = [cell for cell in summary if cell["protocol"] == protocol]
+    panels = {"RoPE, rescaled": lambda c: c["scheme"].startswith("rope") and "window" not in c["variant"] and "trained" not in c["variant"],
+              "Learned and sinusoidal": lambda c: c["scheme"].startswith(("learned", "sin")) and "window" not in c["variant"]
+                                                  and "trained" not in c["variant"],
+              "A window of the last tokens": lambda c: "window" in c["variant"] and "trained" not in c["variant"],
+              "Trained in another way": lambda c: "trained" in c["variant"]}
+    panels = {title: list(filter(mine, summary)) for title, mine in panels.items()}
+    panels = {title: cells for title, cells in panels.items() if cells}
+    if not panels:
+        panels = {"": summary}
+    columns = min(2, len(panels))
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = plt.subplots(-(-len(panels) // columns), columns, figsize=(5.6 * columns, 4.2 * -(-len(panels) // columns)),
+                                layout="constrained", squeeze=False, sharey=True)
+    for axis in axes.flat[len(panels):]:
+        axis.set_visible(False)
+    lengths, styles = sorted({cell["n"] for cell in summary}), ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)))
+    alibi = [(c["n"], c["ppl"]) for c in summary if c["scheme"] == "alibi" and not c["variant"]]
+    for axis, (title, cells) in zip(axes.flat, panels.items()):
+        if alibi:
+            axis.plot(*zip(*alibi), color="#BBBBBB", lw=4, zorder=0)
+        ends, seen = {}, {}
+        names = list(dict.fromkeys(label(c) for c in cells))
+        shared = set.intersection(*(set(filter(None, c["variant"].split(", "))) for c in cells))
+        for name in names:
+            mine = [c for c in cells if label(c) == name]
+            scheme = mine[0]["scheme"]
+            colour = colours([scheme])[scheme]
+            style = styles[seen.setdefault(scheme, 0) % len(styles)]
+            seen[scheme] += 1
+            axis.plot([c["n"] for c in mine], [c["ppl"] for c in mine], ls=style, color=colour, lw=1.8, marker="o", ms=3)
+            axis.fill_between([c["n"] for c in mine], [c["low"] for c in mine], [c["high"] for c in mine], color=colour, alpha=0.15, lw=0)
+            variant = ", ".join(part for part in mine[0]["variant"].split(", ") if part not in shared).replace("trained at ", "")
+            ends[", ".join(filter(None, (short(scheme), variant)))] = (mine[-1]["n"], mine[-1]["ppl"], colour)
+        axis.set(xscale="log", yscale="log", xlabel="evaluation length n, bytes", ylabel="perplexity per byte",
+                 title=f"{title}{': ' + ', '.join(sorted(shared)) if shared else ''}", xlim=(lengths[0] / 1.1, lengths[-1] * 1.1))
+        axis.set_xticks(lengths, [f"{n}" for n in lengths])
+        axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.tick_params(axis="y", which="minor", labelsize=8)
+        axis.axvline(train_len, color="#555555", lw=1, ls=":")
+        axis.ends = ends
+    for axis in axes.flat[:len(panels)]:  # once the shared y axis is settled
+        _label_ends(axis, axis.ends, log=True)
+    note = "grey: ALiBi as it is; " if alibi else ""
+    figure.suptitle(f"Same targets, more context ({protocol} protocol); {note}dotted: trained at {train_len}", fontsize=11)
     _save(figure, path)
 
 

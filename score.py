@@ -115,6 +115,31 @@ def scores(nats):
     return dict(nll=round(nll, 5), ppl=round(ppl, 4), low=round(low, 4), high=round(high, 4), targets=nats.size, note="")
 
 
+def paired_p(differences):
+    """Student's paired t-test: N differences of seeds or windows -> two-sided p-value, None for fewer than two.
+
+    With ν = N − 1 and θ = arctan(|t|/√ν): p = ∫ cos^(ν−1) from θ to π/2, over the same from 0 to π/2.
+    """
+    count = len(differences)
+    if count < 2:
+        return None
+    mean, deviation = float(np.mean(differences)), float(np.std(differences, ddof=1))
+    if deviation == 0:
+        return float(mean == 0)
+    theta = math.atan(abs(mean) / deviation * math.sqrt(count / (count - 1)))
+    tail, whole = (np.linspace(start, math.pi / 2, 10001) for start in (theta, 0))
+    return float(np.trapezoid(np.cos(tail) ** (count - 2), tail) / np.trapezoid(np.cos(whole) ** (count - 2), whole))
+
+
+def holm(p_values):
+    """p-values of several comparisons -> those that may be read together (Holm 1979): the smallest times N, and so on."""
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
 def usable_length(ppl, train_len):
     """The largest n with ppl(n) ≤ 1.05 × ppl(train_len) at it and at every smaller measured n ≥ train_len; {n: ppl} -> n.
 

@@ -15,6 +15,7 @@ and its class is one of two kinds, told apart by whether it takes `n_head`:
 
 Notation: B batch, T tokens, C = dim the model width, H = n_head heads, D = C/H the head width.
 """
+import functools
 import importlib.util
 import inspect
 import sys
@@ -142,26 +143,35 @@ class TinyLM(nn.Module):
     scheme             see the top of this file
     dim, n_layer, n_head   width C (default 128), blocks (4), heads (4)
     max_len            rows of a learned table, more than the training length so that there is something to fail on (4096)
+    trained_len        the training length, for options that start from it: beyond=… of learned, scaling=… of rope (256)
+    window             a token sees the last so many tokens, itself among them, in every block (0: all)
 
     forward(ids, positions=None): ids (B, T) of any integer type -> logits (B, T, 256) in the parameters' dtype.
     After `torch.manual_seed(s)` every scheme starts from the same values in the weights it shares with `none`.
-    ValueError: unknown scheme or option, dim not divisible by n_head, an attention without its two layers.
+    ValueError: unknown scheme or option, dim not divisible by n_head, an attention without its two layers, or
+    without `attend` where there is a window.
     """
 
-    def __init__(self, scheme="rope", dim=128, n_layer=4, n_head=4, max_len=4096):
+    def __init__(self, scheme="rope", dim=128, n_layer=4, n_head=4, max_len=4096, trained_len=256, window=0):
         super().__init__()
         if n_layer < 1:
             raise ValueError(f"n_layer={n_layer}: must be at least 1")
+        if window < 0:
+            raise ValueError(f"window={window}: must be at least 1, or 0 for none")
         cls, options = parse_scheme(scheme)
         takes = inspect.signature(cls).parameters
+        given = {"max_len": max_len, "trained_len": trained_len}  # to each class that takes them
         # Common weights come from a generator of their own, so that no scheme's extra draws can move them.
         common = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
         self.embed = nn.Embedding(VOCABULARY, dim)
         self.position = None
         if "n_head" not in takes:
-            self.position = cls(dim, **({"max_len": max_len} if "max_len" in takes else {}) | options)
+            self.position = cls(dim, **{key: value for key, value in given.items() if key in takes} | options)
             cls, options, takes = PlainAttention, {}, inspect.signature(PlainAttention).parameters
-        options = options | ({"attend": attend} if "attend" in takes else {})
+        if window and "attend" not in takes:
+            raise ValueError(f"scheme '{scheme}': a window needs an attention class that takes `attend`")
+        given["attend"] = functools.partial(attend, window=window) if window else attend
+        options = {key: value for key, value in given.items() if key in takes} | options
         self.blocks = nn.ModuleList(Block(dim, cls(dim, n_head, **options)) for _ in range(n_layer))
         self.norm = nn.LayerNorm(dim, bias=False)
         self.head = nn.Linear(dim, VOCABULARY, bias=False)
@@ -196,13 +206,31 @@ class TinyLM(nn.Module):
         return self.head(self.norm(x))  # (B, T, 256)
 
 
-def attend(q, k, v, attn_mask=None, is_causal=False, scale=None):
-    """F.scaled_dot_product_attention, and in strips where that is faster: when training on a CPU at up to 1024 tokens."""
+def attend(q, k, v, attn_mask=None, is_causal=False, scale=None, window=0):
+    """F.scaled_dot_product_attention, and in strips where that is faster: when training on a CPU at up to 1024 tokens.
+
+    window: a query sees no key further back than the last so many (0: all).
+    """
+    if 0 < window < k.shape[-2]:
+        return windowed(q, k, v, attn_mask, scale, window)
     short_training = q.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad and q.shape[-2] <= 1024
     short_training = short_training and q.dim() > 2 and q.shape[:-1] == k.shape[:-1] == v.shape[:-1]
     if is_causal and attn_mask is None and short_training:
         return BlockCausalAttention.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
     return fused(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
+
+
+def windowed(q, k, v, attn_mask, scale, window):
+    """Sliding-window attention: query i sees keys i − window + 1 … i. In strips of queries, so at memory linear in T."""
+    T, parts = q.shape[-2], []
+    for start in range(0, T, max(window, 64)):
+        end, first = min(start + max(window, 64), T), max(0, start - window + 1)
+        seen = torch.ones(end - start, end - first, dtype=torch.bool, device=q.device)
+        seen = seen.tril(start - first).triu(start - first - window + 1)
+        if attn_mask is not None:  # a bias, causal already
+            seen = attn_mask[..., start:end, first:end].masked_fill(~seen, float("-inf"))
+        parts.append(fused(q[..., start:end, :], k[..., first:end, :], v[..., first:end, :], attn_mask=seen, scale=scale))
+    return torch.cat(parts, dim=-2)
 
 
 class BlockCausalAttention(torch.autograd.Function):
@@ -253,8 +281,8 @@ def load_model(path):
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         weights, settings, _ = saved.pop("model"), saved["settings"], saved["row"]["note"]
-        scheme, _, _ = (settings[key] for key in ("scheme", "seed", "data"))
-        size = {key: settings[key] for key in ("dim", "n_layer", "n_head", "max_len")}
+        scheme, _, _, _ = (settings[key] for key in ("scheme", "seed", "data", "train_len"))
+        size = size_of(settings)
     except FileNotFoundError:
         raise
     except Exception:  # torch.load raises a dozen types for a file that is cut short or of another kind
@@ -266,3 +294,8 @@ def load_model(path):
         raise ValueError(f"{path} does not fit this code ({str(error) if isinstance(error, ValueError) else reason(error)}); "
                          "was its scheme moved or changed?") from None
     return model.eval(), saved
+
+
+def size_of(settings):
+    """The arguments of TinyLM among the settings of a checkpoint."""
+    return {key: settings[key] for key in ("dim", "n_layer", "n_head", "max_len", "trained_len", "window")}

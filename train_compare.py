@@ -2,12 +2,15 @@
 
     python train_compare.py            # five schemes, one seed: about 11 minutes on two CPU cores
     python train_compare.py --quick    # the same in small, half a minute, into results/quick/
+    python train_compare.py --finetune-from rope alibi --scaling linear ntk yarn --train-len 1024 --steps 100
+                                       # what is trained already, on longer windows, into results/finetune/
 
-Writes train_compare.json, .csv, .md and .png and checkpoints/ into --out. A (scheme, seed) that is already trained
+Writes train_compare.json, .csv, .md and .png and checkpoints/ into --out (finetune.* when fine-tuning). A (scheme, seed) that is already trained
 with the same settings and code is not trained again (see --force), so an interrupted comparison goes on with the first
 model that was not finished.
 """
 import copy
+import functools
 import inspect
 import io
 import math
@@ -22,13 +25,18 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import score
-from common import (HERE, Parser, code_hash, distinct, pick_device, pick_dtype, positive, provenance, run, whole, writable_folder,
+from common import (HERE, Parser, code_hash, distinct, given, pick_device, pick_dtype, positive, provenance, run, whole, writable_folder,
                     write_file, write_json)
 from data.corpus import NUMPY_SHA256, load_corpus
+from pos_rope import SCALINGS
 from report import markdown_table, plot_loss_curves, spread, write_csv
-from tiny_lm import SCHEMES, TinyLM, load_model, parse_scheme, reason
+from tiny_lm import SCHEMES, TinyLM, load_model, parse_scheme, reason, size_of
 
-QUICK = dict(steps=250, batch_size=16, train_len=64, dim=64, n_layer=2, out="results/quick")
+QUICK = dict(steps=250, batch_size=16, train_len=[64], dim=64, n_layer=2, out="results/quick")
+# Fine-tuning: rates are a quarter of those of the training, and the network is that of the checkpoint.
+FINETUNE = dict(steps=100, lr=0.005, adam_lr=0.004, out="results/finetune")
+WATCHED = (0, 5, 10, 20, 50, 100, 200, 500, 1000)  # fine-tuning steps after which the held-out text is scored, and at the end
+WATCHED_WINDOWS = 64
 
 
 class Diverged(Exception):
@@ -45,10 +53,23 @@ def arguments():
                       help="one model per scheme and seed (default: 0)")
     what.add_argument("--data", default="numpy",
                       help="numpy (the installed NumPy's sources, the default), shakespeare, or a file, folder or glob")
+    other = parser.add_argument_group("trained in another way, the same for every scheme")
+    other.add_argument("--random-positions", type=whole(1), default=0, metavar="MAX",
+                       help="train at ordered random positions below MAX, other ones each step (Ruoss et al. 2023)")
+    other.add_argument("--window", type=whole(1), default=0, metavar="N", help="a token sees the last N tokens only")
+    other.add_argument("--copies", action="store_true",
+                       help="half of the windows repeat a random string, for context_test.py's long-range copy")
+    tune = parser.add_argument_group("fine-tuning")
+    tune.add_argument("--finetune-from", nargs="+", metavar="SCHEME",
+                      help="go on from the checkpoints of these schemes, in the network and text they have, with fresh optimizers")
+    tune.add_argument("--from", dest="source", metavar="FOLDER", help="where those checkpoints are (default: results)")
+    tune.add_argument("--scaling", nargs="+", choices=[kind for kind in SCALINGS], metavar="KIND",
+                      help=f"{' '.join(SCALINGS)}: rope models are scaled by the new length over the old (default: none)")
     size = parser.add_argument_group("network and recipe, the same for every scheme")
     size.add_argument("--steps", type=whole(1), default=500, help="optimizer steps (default: 500)")
     size.add_argument("--batch-size", type=whole(1), default=32, help="windows per step (default: 32)")
-    size.add_argument("--train-len", type=whole(1), default=256, help="bytes per window (default: 256)")
+    size.add_argument("--train-len", type=whole(1), nargs="+", default=[256], metavar="N",
+                      help="bytes per window; of several lengths one step each in turn, with as many bytes (default: 256)")
     size.add_argument("--dim", type=whole(1), default=128, help="model width (default: 128)")
     size.add_argument("--n-layer", type=whole(1), default=4, help="blocks (default: 4)")
     size.add_argument("--n-head", type=whole(1), default=4, help="attention heads per block (default: 4)")
@@ -66,14 +87,41 @@ def arguments():
                        help="a small network and 250 steps, into results/quick/; other flags still count")
     if "--quick" in sys.argv[1:]:
         parser.set_defaults(**QUICK)
+    if given("--finetune-from"):
+        parser.set_defaults(**FINETUNE | ({"out": "results/quick/finetune"} if "--quick" in sys.argv[1:] else {}))
     return parser, parser.parse_args()
 
 
-def batch(data, seed, step, batch_size, length):
+def batch(data, seed, step, batch_size, length, with_copies=False):
     """The batch of one step, a function of (seed, step) alone: uint8 (B, length + 1) -> inputs x, targets y (B, length)."""
     starts = np.random.default_rng((seed, step)).integers(0, len(data) - length, batch_size)
     window = torch.from_numpy(np.asarray(data[starts[:, None] + np.arange(length + 1)]))
+    if with_copies:
+        copies(window, seed, step)
     return window[:, :-1], window[:, 1:]
+
+
+def copies(window, seed, step):
+    """The first half of the windows (B, length + 1) become a random string of letters, 16 … ¾·length long, again and again."""
+    rng, length = np.random.default_rng((seed, step, 1)), window.shape[1]
+    for row in window[:(len(window) + 1) // 2]:
+        string = rng.integers(97, 123, rng.integers(min(16, length), max(16, 3 * length // 4) + 1))
+        row[:] = torch.from_numpy(np.resize(string, length))
+
+
+def random_positions(seed, step, length, maximum):
+    """`length` positions below `maximum`, drawn without replacement and put in order: int64 (length,)."""
+    if length > maximum:
+        raise ValueError(f"{length} bytes do not fit in {maximum} random positions")
+    return torch.from_numpy(np.sort(np.random.default_rng((seed, step, 2)).choice(maximum, length, replace=False)))
+
+
+def at_its_positions(model, settings):
+    """The model as ids -> logits, at positions like those of its training: random ones are drawn once per length."""
+    maximum = settings["random_positions"]
+    if not maximum:
+        return model
+    return lambda ids: model(ids, random_positions(0, 0, ids.shape[1], maximum).to(ids.device))
 
 
 def learning_rate(step, steps):
@@ -91,22 +139,33 @@ def optimizers(model, lr, adam_lr):
             torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
-def train(settings, data, device, dtype, bar):
+def train(settings, data, device, dtype, bar, start=None, watch=None):
     """One model from its settings -> (TinyLM in float32 on `device`, curve {"step", "loss"}). Diverged on a bad loss.
 
     In bf16 the products run on a bf16 copy of the weights, while the optimizers keep and update the float32 ones.
+    start: weights to go on from. watch: called as watch(model, steps done), first before step 0.
     """
     torch.manual_seed(settings["seed"])
-    model = TinyLM(settings["scheme"], **{key: settings[key] for key in ("dim", "n_layer", "n_head", "max_len")}).to(device)
+    model = TinyLM(settings["scheme"], **size_of(settings))
+    if start:
+        model.load_state_dict(start)
+    model.to(device)
     worker = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
     pairs = list(zip(model.parameters(), worker.parameters()))
     both = optimizers(model, settings["lr"], settings["adam_lr"])
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in both]
     curve, recent = {"step": [], "loss": []}, []
     started = time.perf_counter()
+    if watch:
+        watch(model, 0)
     for step in range(settings["steps"]):
-        x, y = batch(data, settings["seed"], step, settings["batch_size"], settings["train_len"])
-        logits = worker(x.to(device))  # (B, L, 256)
+        length = settings["train_lens"][step % len(settings["train_lens"])]
+        x, y = batch(data, settings["seed"], step, settings["batch_size"] * settings["train_len"] // length, length,
+                     settings["copies"])
+        positions = None
+        if settings["random_positions"]:
+            positions = random_positions(settings["seed"], step, length, settings["random_positions"]).to(device)
+        logits = worker(x.to(device), positions)  # (B, L, 256)
         loss = F.cross_entropy(logits.float().flatten(0, 1), y.to(device).long().flatten())
         loss.backward()
         for main, copied in pairs:
@@ -131,25 +190,37 @@ def train(settings, data, device, dtype, bar):
             bar.set_postfix_str(f"loss {mean:.3f}, {tokens / (time.perf_counter() - started) / 1000:.1f}k tokens/s", refresh=False)
             recent = []
         bar.update()
+        if watch:
+            watch(model, step + 1)
     return model, curve
 
 
-def train_and_score(settings, corpus, device, dtype):
+def train_and_score(settings, corpus, device, dtype, start=None):
     """One (scheme, seed) -> (model, row): trained, then scored on the held-out text at the training length.
 
-    A run that diverges or does not fit in memory gives no model, and a row that says so.
+    A run that diverges or does not fit in memory gives no model, and a row that says so. With weights to start from, the
+    fixed-target perplexity at the training length is scored on the way as well.
     """
     n, plain = settings["train_len"], TinyLM("none", **{key: settings[key] for key in ("dim", "n_layer", "n_head")})
+    lengths = settings["train_lens"]
+    taken = [lengths[step % len(lengths)] for step in range(settings["steps"])]
     row = dict(scheme=settings["scheme"], seed=settings["seed"], steps=settings["steps"],
-               tokens=settings["steps"] * settings["batch_size"] * n, train_ppl=None, val_ppl=None, parameters=None,
-               position_parameters=None, seconds=None, tokens_per_second=None, dtype=settings["dtype"], note="",
+               tokens=sum(length * (settings["batch_size"] * n // length) for length in taken), train_ppl=None, val_ppl=None,
+               parameters=None, position_parameters=None, seconds=None, tokens_per_second=None, dtype=settings["dtype"], note="",
                curve={"step": [], "loss": []})
     quiet = 0.1 if sys.stderr.isatty() else 30  # seconds between updates
+    watched = {"step": [], "ppl": []}
+    ends = score.fixed_ends(len(corpus.val), n, WATCHED_WINDOWS) if start else None
+
+    def watch(model, step):
+        if step in WATCHED or step == settings["steps"]:
+            watched["step"].append(step)
+            watched["ppl"].append(score.scores(score.fixed(at_its_positions(model, settings), corpus.val, n, ends, device))["ppl"])
+
     started = time.perf_counter()
-    name = f"{settings['scheme']}, seed {settings['seed']}"
-    with tqdm(total=settings["steps"], desc=name, unit="step", mininterval=quiet) as bar:
+    with tqdm(total=settings["steps"], desc=f"{settings['scheme']}, seed {settings['seed']}", unit="step", mininterval=quiet) as bar:
         try:
-            model, curve = train(settings, corpus.train, device, dtype, bar)
+            model, curve = train(settings, corpus.train, device, dtype, bar, start, watch if start else None)
         except Diverged as error:
             return None, row | {"note": str(error)}
         except RuntimeError as error:
@@ -157,13 +228,16 @@ def train_and_score(settings, corpus, device, dtype):
                 raise
             return None, row | {"note": "out of memory; try a smaller --batch-size"}
     seconds = time.perf_counter() - started
-    scored = score.scores(score.span(model, corpus.val, n, score.span_length([n], score.SPAN_BYTES, len(corpus.val)), device))
+    span = score.span(at_its_positions(model, settings), corpus.val, n,
+                      score.span_length([n], score.SPAN_BYTES, len(corpus.val)), device)
+    scored = score.scores(span)
     last = max(1, len(curve["loss"]) // 10)
     parameters = sum(p.numel() for p in model.parameters())
     return model, row | dict(
         train_ppl=score.scores(np.array([curve["loss"][-last:]]))["ppl"], val_ppl=scored["ppl"], note=scored["note"],
         parameters=parameters, position_parameters=parameters - sum(p.numel() for p in plain.parameters()),
-        seconds=round(seconds, 1), tokens_per_second=round(row["tokens"] / seconds), curve=curve)
+        seconds=round(seconds, 1), tokens_per_second=round(row["tokens"] / seconds),
+        curve=curve | ({"watched": watched} if start else {}))
 
 
 def checkpoint_path(out, scheme, seed):
@@ -201,32 +275,101 @@ def try_out(scheme, size, length, device, dtype):
 
 def prepare(args):
     """Everything that can be wrong with the arguments is found here, before anything is trained or written."""
-    distinct("--schemes", args.schemes)
-    distinct("--seeds", args.seeds)
+    for flag in ("schemes", "seeds", "train_len", "finetune_from", "scaling"):
+        distinct(f"--{flag.replace('_', '-')}", getattr(args, flag) or [])
+    if not args.finetune_from:
+        for flag, value in (("--from", args.source), ("--scaling", args.scaling)):
+            if value:
+                raise ValueError(f"{flag} goes with --finetune-from; to train with a scaling from the start: "
+                                 "--schemes rope:scaling=yarn,factor=4")
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
-    corpus = load_corpus(args.data)
-    corpus.require(args.train_len)
-    score.span_length([args.train_len], score.SPAN_BYTES, len(corpus.val))
-    size = dict(dim=args.dim, n_layer=args.n_layer, n_head=args.n_head, max_len=16 * args.train_len)
-    paths, runs = {}, []
-    for scheme in args.schemes:
+    lengths = sorted(args.train_len)
+    L = lengths[-1]
+    starts = finetune_starts(args, L) if args.finetune_from else [(scheme, seed, None, {}) for scheme in args.schemes
+                                                                  for seed in args.seeds]
+    data = starts[0][3].get("data", args.data)
+    corpus = load_corpus(data)
+    corpus.require(L)
+    score.span_length([L], score.SPAN_BYTES, len(corpus.val))
+    if args.random_positions and args.random_positions < L:
+        raise ValueError(f"--random-positions {args.random_positions} is below the training length {L}; use 2 to 16 times that")
+    size = dict(dim=args.dim, n_layer=args.n_layer, n_head=args.n_head, max_len=max(16 * L, args.random_positions),
+                trained_len=L, window=args.window)
+    paths, runs, tried = {}, [], set()
+    for scheme, seed, start, parent in starts:
         cls, _ = parse_scheme(scheme)
-        try_out(scheme, size, args.train_len, device, dtype)
-        functions = [inspect.getsource(part).encode() for part in (batch, learning_rate, optimizers, train)]
+        kept = {key: parent[key] for key in ("dim", "n_layer", "n_head", "max_len") if parent}
+        if scheme not in tried:
+            try_out(scheme, size | kept, L, device, dtype)
+            tried.add(scheme)
+        functions = [inspect.getsource(part).encode() for part in (batch, copies, random_positions, learning_rate, optimizers, train)]
         files = [HERE / "tiny_lm.py", HERE / "score.py", HERE / "data" / "corpus.py", Path(inspect.getfile(cls))]
-        code = code_hash(*functions, *(file.read_bytes() for file in files))
-        for seed in args.seeds:
-            path = checkpoint_path(args.out, scheme, seed)
-            if path in paths:
-                raise ValueError(f"schemes '{paths[path]}' and '{scheme}' would share the checkpoint {path}; "
-                                 "rename one of their files")
-            paths[path] = scheme
-            runs.append((path, dict(
-                scheme=scheme, seed=seed, steps=args.steps, batch_size=args.batch_size, train_len=args.train_len, **size,
-                lr=args.lr, adam_lr=args.adam_lr, dtype=str(dtype).removeprefix("torch."), data=args.data,
-                sha256=corpus.sha256, held_out=corpus.held_out, code=code)))
+        path = checkpoint_path(args.out, scheme, seed)
+        if path in paths:
+            raise ValueError(f"schemes '{paths[path]}' and '{scheme}' would share the checkpoint {path}; rename one of their files")
+        paths[path] = scheme
+        runs.append((path, start, dict(
+            scheme=scheme, seed=seed, steps=args.steps, batch_size=args.batch_size, train_len=L, train_lens=lengths,
+            **(size | kept), random_positions=args.random_positions, copies=args.copies, lr=args.lr, adam_lr=args.adam_lr,
+            dtype=str(dtype).removeprefix("torch."), data=data, sha256=corpus.sha256, held_out=corpus.held_out,
+            code=code_hash(*functions, *(file.read_bytes() for file in files)),
+            finetuned_from={key: parent[key] for key in ("scheme", "steps", "train_len", "code")} if parent else None)))
     return device, dtype, corpus, runs
+
+
+def finetune_starts(args, length):
+    """The checkpoints to go on from, and what they become -> [(scheme, seed, weights, their settings)]."""
+    source, starts = Path(args.source or ("results/quick" if args.quick else "results")), []
+    if source.resolve() == Path(args.out).resolve():
+        raise ValueError(f"--out {args.out} holds the checkpoints to start from; write into another folder")
+    for flag in ("--schemes", "--data", "--dim", "--n-layer", "--n-head"):
+        if given(flag):
+            raise ValueError(f"{flag} does not go with --finetune-from: it is that of the checkpoint")
+    for scheme in args.finetune_from:
+        for seed in args.seeds:
+            path = checkpoint_path(source, scheme, seed)
+            try:
+                model, saved = load_model(path)
+            except FileNotFoundError:
+                raise ValueError(f"no checkpoint {path}; train first: python train_compare.py --schemes {scheme} --seeds {seed}"
+                                 + ("" if str(source) == "results" else f" --out {source}")) from None
+            settings = saved["settings"]
+            if starts and (settings["sha256"], settings["held_out"]) != tuple(starts[0][3][key] for key in ("sha256", "held_out")):
+                raise ValueError(f"{path} was trained on other text than {starts[0][0]}")
+            if not given("--batch-size"):  # as many bytes per step as before
+                args.batch_size = max(1, settings["batch_size"] * settings["train_len"] // length)
+            for options in ways(settings, args.scaling or ["none"]).values():
+                starts.append((with_options(scheme, **options(length)), seed, model.state_dict(), settings))
+    return starts
+
+
+def ways(settings, scaling, factor=None, beyond=("untrained",)):
+    """How a checkpoint can be read past its length L -> {name: (n -> options of the scheme)}; as it is: no name, no options."""
+    scheme, L = settings["scheme"], settings["train_len"]
+    cls, chosen = parse_scheme(scheme)
+    takes = inspect.signature(cls).parameters
+    s = lambda n: factor or max(1, n / L)
+    as_it_is = lambda n: {}
+    if settings["random_positions"]:  # it has seen larger positions than L, so that L says nothing of them
+        return {"": as_it_is}
+    if {"scaling", "factor", "trained_len"} <= set(takes) and "scaling" not in chosen:
+        scaled = lambda kind: lambda n: dict(scaling=kind, factor=s(n), trained_len=L) if s(n) > 1 or factor else {}
+        return {"" if kind == "none" else kind: as_it_is if kind == "none" else scaled(kind) for kind in scaling}
+    if "factor" in takes and "factor" not in chosen:
+        kinds = [kind for kind in scaling if kind in ("none", "linear")] or ["none"]
+        return {"" if kind == "none" else kind: as_it_is if kind == "none" else lambda n: dict(factor=s(n)) for kind in kinds}
+    if "beyond" in takes and "beyond" not in chosen:
+        policy = lambda kind: lambda n: dict(beyond=kind, trained_len=L) if n > L else {}
+        return {"" if kind == "untrained" else kind: as_it_is if kind == "untrained" else policy(kind) for kind in beyond}
+    return {"": as_it_is}
+
+
+def with_options(scheme, **options):
+    """rope:base=10 and scaling="yarn" -> rope:base=10,scaling=yarn."""
+    colon = "," if ":" in scheme.split(".py:")[-1] else ":"
+    text = (f"{key}={value:.10g}" if isinstance(value, float) else f"{key}={value}" for key, value in options.items())
+    return scheme + (colon + ",".join(text) if options else "")
 
 
 def already_trained(path, settings):
@@ -257,6 +400,29 @@ def write_results(out, rows, about):
     return text
 
 
+def write_finetune(out, rows, about, train_len):
+    """The rows of fine-tuning -> finetune.json, .csv, .md; returns the table."""
+    write_json(out / "finetune.json", about | {"rows": rows})
+    flat, table = [], []
+    for row in rows:
+        for step, ppl in zip(*row["curve"].get("watched", {"step": [], "ppl": []}).values()):
+            flat.append(dict(scheme=row["scheme"], seed=row["seed"], step=step, tokens=row["tokens"] * step // row["steps"],
+                             n=train_len, protocol="fixed", ppl=ppl))
+    steps = sorted({line["step"] for line in flat})
+    for scheme in dict.fromkeys(row["scheme"] for row in rows):
+        cell = lambda step: spread([line["ppl"] for line in flat if (line["scheme"], line["step"]) == (scheme, step)])
+        notes = sorted({row["note"] for row in rows if row["scheme"] == scheme and row["note"]})
+        table.append([scheme, *map(cell, steps), "; ".join(notes)])
+    if flat:
+        write_csv(out / "finetune.csv", flat)
+    tokens = {line["step"]: line["tokens"] for line in flat}
+    header = ["steps of fine-tuning (tokens)"] + [f"{step} ({tokens[step] / 1000:.0f}k)" for step in steps] + ["note"]
+    seeds = ", ".join(map(str, dict.fromkeys(row["seed"] for row in rows)))
+    text = (f"Fixed-target perplexity at n = {train_len} while fine-tuning there. Seeds {seeds}.\n\n" + markdown_table(header, table))
+    write_file(out / "finetune.md", text)
+    return text
+
+
 def main():
     parser, args = arguments()
     try:
@@ -270,13 +436,14 @@ def main():
     if args.data == "numpy" and corpus.sha256 != NUMPY_SHA256:
         print(f"notice: this is not the text of the committed results (that is NumPy 2.4.6); its SHA-256 is {corpus.sha256}")
     about, rows = provenance(corpus, device, dtype), []
+    write = functools.partial(write_finetune, train_len=max(args.train_len)) if args.finetune_from else write_results
     try:
-        for path, settings in runs:
+        for path, start, settings in runs:
             row = None if args.force else already_trained(path, settings)
             if row:
                 print(f"{settings['scheme']}, seed {settings['seed']}: already trained, {path}")
             else:
-                model, row = train_and_score(settings, corpus, device, dtype)
+                model, row = train_and_score(settings, corpus, device, dtype, start)
                 if model is None:
                     print(f"{settings['scheme']}, seed {settings['seed']}: {row['note']}", file=sys.stderr)
                 else:
@@ -284,14 +451,15 @@ def main():
                     torch.save({"settings": settings, "row": row, "model": weights}, file)
                     write_file(path, file.getvalue())
             rows.append(row)
-            table = write_results(out, rows, about)
+            table = write(out, rows, about)
     except KeyboardInterrupt:
         print(f"\nstopped; {len(rows)} of {len(runs)} runs are finished and kept, the same command goes on from there",
               file=sys.stderr)
         raise
     print("\n" + table)
-    flags = (" --quick" if args.quick else "") + (f" --out {args.out}" if args.out != parser.get_default("out") else "")
-    print(f"wrote {out / 'train_compare'}.json .csv .md .png and {out / 'checkpoints'}/; next: python extrapolation_test.py{flags}")
+    name = "finetune" if args.finetune_from else "train_compare"
+    flags = (" --quick" if args.quick else "") + (f" --out {args.out}" if args.finetune_from or given("--out") else "")
+    print(f"wrote {name} .json .csv .md and {out / 'checkpoints'}/ into {out}; next: python extrapolation_test.py{flags}")
 
 
 if __name__ == "__main__":

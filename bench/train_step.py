@@ -60,8 +60,9 @@ class Clock:
 def our_steps(scheme, count, size, data, dtype):
     """Seconds of each of `count` steps of train_compare.train after a first one."""
     clock = Clock()
-    train_compare.train(dict(scheme=scheme, seed=0, steps=count + 1, max_len=16 * size["train_len"], lr=0.02, adam_lr=0.015, **size),
-                        data, CPU, dtype, clock)
+    length = size["train_len"]
+    train_compare.train(dict(scheme=scheme, seed=0, steps=count + 1, max_len=16 * length, trained_len=length, train_lens=[length],
+                             window=0, random_positions=0, copies=False, lr=0.02, adam_lr=0.015, **size), data, CPU, dtype, clock)
     return [after - before for before, after in zip(clock.at, clock.at[1:])]
 
 

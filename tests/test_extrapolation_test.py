@@ -1,6 +1,8 @@
+import argparse
 import csv
 import io
 import json
+import math
 import shutil
 
 import pytest
@@ -8,10 +10,11 @@ import torch
 
 import extrapolation_test
 import train_compare
-from extrapolation_test import measure, summarise, tables
+from extrapolation_test import measure, paired, summarise, tables
 from tiny_lm import SCHEMES
 
 CPU = ("--device", "cpu")
+ASKED = argparse.Namespace(span_bytes=1024, windows=5, scaling=["none"], factor=None, beyond=["untrained"], window=[0])
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,8 @@ def test_other_text_is_noticed(cli, out, tmp_path):
 
 
 def test_summary_is_mean_and_sample_deviation_over_seeds():
-    row = lambda seed, ppl, note="": dict(scheme="rope", seed=seed, protocol="fixed", n=64, ppl=ppl, low=1, high=9, note=note)
+    row = lambda seed, ppl, note="": dict(scheme="rope", variant="", seed=seed, protocol="fixed", n=64, nll=ppl and math.log(ppl),
+                                          ppl=ppl, low=1, high=9, note=note)
     cell, = summarise([row(0, 2.0), row(1, 3.0), row(2, 7.0)])
     assert (cell["ppl"], cell["std"], cell["seeds"]) == (4.0, 2.6458, [0, 1, 2]) and (cell["low"], cell["high"]) == (1.3542, 6.6458)
     cell, = summarise([row(0, 2.0)])
@@ -96,10 +100,11 @@ def test_out_of_memory_marks_the_cell_and_goes_on():
             if ids.shape[1] > 100:
                 raise RuntimeError("CUDA out of memory")
             return torch.zeros(*ids.shape, 256)
-    rows, _ = measure([(Hungry(), dict(scheme="x", seed=0))], np.zeros(5000, np.uint8), [64, 128, 64 * 4], ["fixed"], 1024, 5, "cpu")
+    settings = dict(scheme="none", seed=0, train_len=64, train_lens=[64], window=0, random_positions=0, copies=False)
+    rows, _, by_window = measure([(Hungry(), settings)], np.zeros(5000, np.uint8), [64, 128, 64 * 4], ["fixed"], ASKED, "cpu")
     assert [row["note"] for row in rows] == ["", "out of memory", "out of memory"]
-    text = tables(rows, summarise(rows), [64, 128, 256], ["fixed"], 64)
-    assert "| x | 256.0 | out of memory | out of memory | 64 |" in text
+    text = tables(rows, summarise(rows), paired(by_window), [64, 128, 256], ["fixed"], 64)
+    assert "| none | **256.0** | out of memory | out of memory | 64 |" in text
 
 
 @pytest.mark.parametrize("wrong, message", [
@@ -133,7 +138,7 @@ def test_no_checkpoints_names_the_command_that_makes_them(cli, tmp_path, monkeyp
 def test_seeds_that_differ_between_schemes_are_named(cli, out):
     (out / "checkpoints" / "rope-seed1.pt").unlink()
     code, stdout, _ = cli(extrapolation_test, "--out", out, *CPU, "--protocol", "span", "--schemes", "rope", "alibi")
-    assert code == 0 and "over seeds rope: 0; alibi: 0, 1." in stdout
+    assert code == 0 and "over seeds 0; alibi: 0, 1. " in stdout
 
 
 def test_a_model_that_gives_nan_is_noted(cli, out):

@@ -17,7 +17,8 @@ from tiny_lm import SCHEMES, TinyLM, load_model
 from train_compare import batch, checkpoint_path, learning_rate, train
 
 TINY = "--steps 6 --batch-size 2 --train-len 16 --dim 16 --n-layer 1 --n-head 2 --dtype fp32 --device cpu".split()
-SETTINGS = dict(scheme="rope", seed=0, steps=12, batch_size=2, train_len=16, dim=16, n_layer=1, n_head=2, max_len=256, lr=0.02, adam_lr=0.004)
+SETTINGS = dict(scheme="rope", seed=0, steps=12, batch_size=2, train_len=16, dim=16, n_layer=1, n_head=2, max_len=256, lr=0.02, adam_lr=0.004,
+                train_lens=[16], trained_len=16, window=0, random_positions=0, copies=False)
 CPU = torch.device("cpu")
 
 
@@ -212,7 +213,11 @@ def test_own_scheme(cli, text, tmp_path):
     assert rows[0]["val_ppl"] == rows[1]["val_ppl"]  # an encoding of zeros is no encoding
     path = checkpoint_path(tmp_path / "out", scheme, 0)
     before = path.stat().st_mtime_ns
-    (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text() + "# changed\n")
+    mine = (tmp_path / "mine.py").read_text()
+    (tmp_path / "mine.py").write_text('"""Its docstring."""\n' + mine + "# and a comment\n")
+    _, stdout, _ = cli(train_compare, *TINY, "--data", text, "--out", tmp_path / "out", "--schemes", scheme, "none")
+    assert stdout.count("already trained") == 2
+    (tmp_path / "mine.py").write_text(mine.replace("zeros", "ones"))
     _, stdout, _ = cli(train_compare, *TINY, "--data", text, "--out", tmp_path / "out", "--schemes", scheme, "none")
     assert path.stat().st_mtime_ns != before and stdout.count("already trained") == 1  # an edited file is another model
 
