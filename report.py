@@ -219,6 +219,48 @@ def plot_longer(path, summary, train_len):
     _save(figure, path)
 
 
+def plot_context(path, rows, train_len):
+    """What a model uses of its context, a panel per kind of row: perplexity by length, copying and attention by distance.
+
+    rows: dicts with what, scheme, variant, seed, x, value; lines are means over seeds.
+    """
+    kinds = {"use": ("More context: does it help?\n(fixed-target protocol)", "bytes of context n", "perplexity per byte"),
+             "copy": ("Copying a string from d bytes back\n(dashed: the same without it)", "distance d, bytes", "share of bytes right")}
+    for what in dict.fromkeys(row["what"] for row in rows if row["what"].startswith("attention")):
+        kinds[what] = (f"Attention of the last tokens\nin a text of {what.split()[-1]} bytes", "within the last … tokens", "share of attention")
+    kinds = {what: texts for what, texts in kinds.items() if any(row["what"] == what for row in rows)}
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    columns = min(2, len(kinds))
+    figure, axes = plt.subplots(-(-len(kinds) // columns), columns, figsize=(5.4 * columns, 4.2 * -(-len(kinds) // columns)),
+                                layout="constrained", squeeze=False)
+    for axis in axes.flat[len(kinds):]:
+        axis.set_visible(False)
+    names = {label(row): row["scheme"] for row in rows}
+    for axis, (what, (title, x_name, y_name)) in zip(axes.flat, kinds.items()):
+        ends = {}
+        for name, scheme in names.items():
+            for kind, style in ((what, "-"), (f"{what} without the first", "--")):
+                mine = [row for row in rows if row["what"] == kind and label(row) == name]
+                xs = list(dict.fromkeys(row["x"] for row in mine))
+                means = [mean_std([row["value"] for row in mine if row["x"] == x])[0] for x in xs]
+                if xs:
+                    axis.plot(xs, means, style, color=colours(names.values())[scheme], lw=1.8 if style == "-" else 1, marker="o" * (style == "-"), ms=3)
+                    if style == "-":
+                        ends[name] = (xs[-1], means[-1], colours(names.values())[scheme])
+        axis.set(xscale="log", xlabel=x_name, ylabel=y_name, title=title, yscale="log" if what == "use" else "linear")
+        if what != "use":
+            axis.set_ylim(-0.02, 1.05)
+        axis.xaxis.set_major_locator(matplotlib.ticker.LogLocator(2, numticks=20))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.axvline(train_len, color="#555555", lw=1, ls=":")
+        _label_ends(axis, ends, log=what == "use")
+    figure.suptitle(f"What a model uses of its context (dotted: trained at {train_len} bytes; means over seeds)", fontsize=11)
+    _save(figure, path)
+
+
 def plot_long_context(path, rows):
     """Time and peak memory of one attention layer's forward pass against T: solid as it is, dashed the textbook formula.
 

@@ -37,6 +37,7 @@ QUICK = dict(steps=250, batch_size=16, train_len=[64], dim=64, n_layer=2, out="r
 FINETUNE = dict(steps=100, lr=0.005, adam_lr=0.004, out="results/finetune")
 WATCHED = (0, 5, 10, 20, 50, 100, 200, 500, 1000)  # fine-tuning steps after which the held-out text is scored, and at the end
 WATCHED_WINDOWS = 64
+LETTERS = 97, 123  # a to z, of which random strings are made for --copies
 
 
 class Diverged(Exception):
@@ -105,7 +106,7 @@ def copies(window, seed, step):
     """The first half of the windows (B, length + 1) become a random string of letters, 16 … ¾·length long, again and again."""
     rng, length = np.random.default_rng((seed, step, 1)), window.shape[1]
     for row in window[:(len(window) + 1) // 2]:
-        string = rng.integers(97, 123, rng.integers(min(16, length), max(16, 3 * length // 4) + 1))
+        string = rng.integers(*LETTERS, rng.integers(min(16, length), max(16, 3 * length // 4) + 1))
         row[:] = torch.from_numpy(np.resize(string, length))
 
 
@@ -303,7 +304,8 @@ def prepare(args):
         if scheme not in tried:
             try_out(scheme, size | kept, L, device, dtype)
             tried.add(scheme)
-        functions = [inspect.getsource(part).encode() for part in (batch, copies, random_positions, learning_rate, optimizers, train)]
+        parts = [batch, learning_rate, optimizers, train] + [copies] * args.copies + [random_positions] * bool(args.random_positions)
+        functions = [inspect.getsource(part).encode() for part in parts]
         files = [HERE / "tiny_lm.py", HERE / "score.py", HERE / "data" / "corpus.py", Path(inspect.getfile(cls))]
         path = checkpoint_path(args.out, scheme, seed)
         if path in paths:
