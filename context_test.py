@@ -14,7 +14,6 @@
 Writes context.json, .csv, .md and .png into --out.
 """
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -184,7 +183,8 @@ def tables(rows, L):
             within = lambda x: spread([row["value"] for row in mine if label(row) == who and row["x"] == x])
             shares.append([who, what.split()[-1]] + [within(x) for x in (1, 8, 64, L)])
     if shares:
-        shares.sort(key=lambda line: [s[0] for s in shares].index(line[0]))
+        order = [line[0] for line in shares]
+        shares.sort(key=lambda line: order.index(line[0]))
         text.append("Attention: the share that goes to the token itself, to the last 8, 64 and "
                     f"{L} tokens.\n\n" + markdown_table(["", "n", "1", "8", "64", L], shares))
     return "\n".join(text)

@@ -243,7 +243,7 @@ def train_and_score(settings, corpus, device, dtype, start=None):
 
 def checkpoint_path(out, scheme, seed):
     """results/checkpoints/rope-base=10-seed0.pt for rope:base=10, seed 0."""
-    return Path(out) / "checkpoints" / (re.sub(r"[^A-Za-z0-9=.,+-]+", "-", scheme).strip("-.") + f"-seed{seed}.pt")
+    return Path(out) / "checkpoints" / (re.sub(r"[^A-Za-z0-9=.,+_-]+", "-", scheme).strip("-.") + f"-seed{seed}.pt")
 
 
 def try_out(scheme, size, length, device, dtype):

@@ -210,3 +210,103 @@ def test_the_same_text_split_otherwise_is_noticed(cli, out, tmp_path):
     (path / "words.txt").write_bytes(b"".join(b"%d bottles of beer on the wall\n" % i for i in range(1000)))
     code, stdout, _ = cli(extrapolation_test, "--out", out, *CPU, "--data", path, "--schemes", "none", "--protocol", "span")
     assert code == 0 and "notice: the models were trained on other text, or another part of it" in stdout
+
+
+# Ways to read a model past its length
+
+def rows_of(out, name="extrapolation"):
+    rows = json.loads((out / f"{name}.json").read_text())["rows"]
+    return {(r["scheme"], r["variant"], r["seed"], r["protocol"], r["n"]): r for r in rows}
+
+
+def test_longer_has_a_row_for_every_way(cli, out):
+    code, stdout, _ = cli(extrapolation_test, "--out", out, *CPU, "--longer", "--span-bytes", 1024, "--windows", 4)
+    assert code == 0 and not (out / "extrapolation.json").exists()
+    rows = rows_of(out, "longer")
+    variants = {s: [v for v in dict.fromkeys(key[1] for key in rows if key[0] == s)] for s in SCHEMES}
+    assert variants == dict(learned=["", "window 16", "clamp", "wrap", "interpolate"], sin=["", "window 16", "linear"], alibi=["", "window 16"],
+                            rope=["", "window 16", "linear", "ntk", "dynamic", "yarn", "llama3"], none=["", "window 16"])
+    assert {key[4] for key in rows} == {16, 32, 64, 128, 256}
+    for (scheme, variant, seed, protocol, n), row in rows.items():
+        plain = rows[scheme, "", seed, protocol, n]["ppl"]
+        if n <= 16:  # nothing is past the trained length yet
+            assert row["ppl"] == plain
+        elif variant and row["ppl"] and "window" not in variant and protocol == "span":
+            assert row["ppl"] != plain, (scheme, variant)
+    lines = list(csv.DictReader(io.StringIO((out / "longer_wide.csv").read_text())))
+    assert list(lines[0]) == ["scheme", "variant", "seed", "protocol", "16", "32", "64", "128", "256"] and len(lines) == 19 * 2 * 2
+    assert float(lines[0]["32"]) == rows["learned", "", 0, "span", 32]["ppl"]
+    assert (out / "longer.png").stat().st_size > 10_000
+    assert "| rope, yarn |" in (out / "longer.md").read_text()
+
+
+def test_a_way_is_the_scheme_with_that_option(cli, out, trained):
+    """The row of `rope, yarn` at 64 is what a model with rope:scaling=yarn,factor=4,trained_len=16 gives; a window likewise."""
+    import score
+    from data.corpus import load_corpus
+    from tiny_lm import TinyLM, load_model
+    cli(extrapolation_test, "--out", out, *CPU, "--lengths", 64, "--seeds", 0, "--span-bytes", 1024, "--windows", 4, "--scaling", "none", "yarn",
+        "--beyond", "interpolate", "--window", 0, 5)
+    rows, val = rows_of(out), load_corpus(str(trained.parent / "words.txt")).val
+    for scheme, variant, changed in (("rope", "yarn", dict(scheme="rope:scaling=yarn,factor=4,trained_len=16")), ("rope", "window 5", dict(window=5)),
+                                     ("learned", "interpolate", dict(scheme="learned:beyond=interpolate,trained_len=16"))):
+        saved = load_model(out / "checkpoints" / f"{scheme}-seed0.pt")[0]
+        model = TinyLM(**dict(scheme=scheme, dim=16, n_layer=1, n_head=2, max_len=256) | changed)
+        model.load_state_dict(saved.state_dict())
+        assert rows[scheme, variant, 0, "span", 64]["ppl"] == score.scores(score.span(model, val, 64, 1024))["ppl"]
+    assert ("learned", "", 0, "span", 64) not in rows and ("sin", "", 0, "span", 64) in rows
+
+
+def test_a_fixed_factor_is_paid_at_short_lengths(cli, out):
+    cli(extrapolation_test, "--out", out, *CPU, "--lengths", 16, 64, "--protocol", "span", "--span-bytes", 1024, "--schemes", "rope", "sin",
+        "--scaling", "none", "linear", "--factor", 4, "--seeds", 0)
+    rows = rows_of(out)
+    assert rows["rope", "linear", 0, "span", 16]["ppl"] != rows["rope", "", 0, "span", 16]["ppl"]
+    assert rows["sin", "linear", 0, "span", 16]["ppl"] != rows["sin", "", 0, "span", 16]["ppl"]
+    fixed = rows["rope", "linear", 0, "span", 64]["ppl"]
+    cli(extrapolation_test, "--out", out, *CPU, "--lengths", 64, "--protocol", "span", "--span-bytes", 1024, "--schemes", "rope", "--scaling", "linear", "--seeds", 0)
+    assert rows_of(out)["rope", "linear", 0, "span", 64]["ppl"] == fixed  # 64 / 16 is 4 as well
+
+
+def test_folders_in_one_table(cli, out, trained, tmp_path):
+    base = "--steps 6 --batch-size 2 --dim 16 --n-layer 1 --n-head 2 --dtype fp32 --device cpu --schemes sin".split()
+    for name, flags in (("random", ["--train-len", 16, "--random-positions", 64]), ("mixed", ["--train-len", 8, 16]), ("window", ["--train-len", 16, "--window", 8])):
+        assert cli(train_compare, *base, *flags, "--data", trained.parent / "words.txt", "--out", tmp_path / name)[0] == 0
+    folders = [out, tmp_path / "random", tmp_path / "mixed", tmp_path / "window"]
+    code, stdout, _ = cli(extrapolation_test, *CPU, "--from", *folders, "--out", tmp_path / "all", "--name", "ways", "--schemes", "sin", "--protocol", "span", "--span-bytes", 1024)
+    rows = rows_of(tmp_path / "all", "ways")
+    assert code == 0 and {key[1] for key in rows} == {"", "trained at random positions below 64", "trained at 8 16", "trained with window 8"}
+    cell = rows["sin", "trained at random positions below 64", 0, "span", 128]
+    assert cell["ppl"] is None and cell["note"] == "128 bytes do not fit in 64 random positions"
+    assert rows["sin", "trained at random positions below 64", 0, "span", 64]["ppl"] > 1
+    code, _, stderr = cli(extrapolation_test, *CPU, "--from", tmp_path / "mixed", shutil.copytree(tmp_path / "mixed", tmp_path / "again"), "--out", tmp_path / "all")
+    assert code == 2 and "is there twice" in stderr
+
+
+def test_pairs_and_what_cannot_be_told_apart():
+    import numpy as np
+    means = {"a": [1.0, 1.1, 1.2], "b": [1.5, 1.6, 1.71], "c": [1.01, 1.08, 1.22]}
+    by_window = {(name, seed, "fixed", 64): np.array([value - 0.1, value + 0.1]) for name, values in means.items() for seed, value in enumerate(values)}
+    pairs = {(p["a"], p["b"]): p for p in paired(by_window)}
+    assert list(pairs) == [("a", "b"), ("a", "c"), ("b", "c")] and pairs["a", "b"]["over"] == "3 seeds"
+    assert pairs["a", "b"]["nats_a_minus_b"] == pytest.approx(-0.50333, abs=1e-5) and pairs["a", "b"]["p"] < 1e-4 and pairs["a", "c"]["p"] > 0.5
+    summary = [dict(scheme=name, variant="", protocol="fixed", n=64, nll=sum(v) / 3) for name, v in means.items()]
+    assert extrapolation_test.not_told_apart(list(pairs.values()), summary, "fixed", 64) == {"a", "c"}
+    single = paired({key: value for key, value in by_window.items() if key[1] == 0})
+    assert single[0]["over"] == "2 windows"
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ("--scaling cubic", "invalid choice: 'cubic'"),
+    ("--scaling yarn --schemes alibi none", "--scaling yarn: none of the models takes it"),
+    ("--beyond wrap --schemes rope", "--beyond wrap: none of the models takes it"),
+    ("--scaling yarn yarn", "--scaling: yarn is given 2 times"),
+    ("--factor 0.5", "--factor 0.5 is below 1"),
+    ("--window -1", "'-1' is not a whole number from 0"),
+    ("--name a/b", "--name 'a/b' is not the name of a file"),
+    ("--from nowhere", "no checkpoint in nowhere/checkpoints"),
+])
+def test_wrong_ways_get_one_line(cli, out, wrong, message):
+    code, stdout, stderr = cli(extrapolation_test, "--out", out, *wrong.split())
+    assert code == 2 and stdout == "" and message in stderr and stderr.count("\n") == 1
+    assert not list(out.glob("*.md")) or list(out.glob("*.md")) == [out / "train_compare.md"]

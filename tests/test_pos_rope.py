@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from pos_rope import RoPEAttention, apply_rope, rope_cos_sin
+from pos_rope import RoPEAttention, apply_rope, rope_cos_sin, rope_frequencies
 
 
 def turn(x, positions, base=10000.0, interleaved=True):
@@ -207,3 +207,139 @@ def test_any_memory_layout(layout, dtype):
     rounding = dict(atol=1e-6 if dtype != torch.bfloat16 else 1e-2)
     assert torch.allclose(apply_rope(x, cos, sin), apply_rope(copy, cos, sin), **rounding)
     assert torch.allclose(x.grad, copy.grad, **rounding)
+
+
+# Scaling
+
+def ratios(head_dim, base=1e4, **scaling):
+    """New over old inverse frequencies, and the factor on cos and sin."""
+    inverse, factor = rope_frequencies(head_dim, base, **scaling)
+    return (inverse / rope_frequencies(head_dim, base)[0]).tolist(), factor
+
+
+def test_linear_is_position_interpolation():
+    scaled = rope_cos_sin(torch.tensor([4, 8]), 32, scaling="linear", factor=4)
+    plain = rope_cos_sin(torch.tensor([1, 2]), 32)
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(scaled, plain))
+
+
+@pytest.mark.parametrize("head_dim, factor, base", [(32, 2, 20945.88), (32, 4, 43873.00), (32, 8, 91895.87), (32, 16, 192484.01),
+                                                   (64, 2, 20452.23), (64, 4, 41829.37), (64, 8, 85550.38)])
+def test_ntk_is_a_larger_base(head_dim, factor, base):
+    inverse, one = rope_frequencies(head_dim, scaling="ntk", factor=factor)
+    assert torch.allclose(inverse, rope_frequencies(head_dim, base)[0], rtol=1e-6) and one == 1
+    new_over_old, _ = ratios(head_dim, scaling="ntk", factor=factor)
+    assert new_over_old[0] == 1 and new_over_old[-1] == pytest.approx(1 / factor)  # the fastest pair kept, the slowest /s exactly
+
+
+@pytest.mark.parametrize("length, base", [(1, 10000), (128, 10000), (129, 10166.75), (256, 32279.69), (512, 79696.25)])
+def test_dynamic_follows_the_length(length, base):
+    options = dict(scaling="dynamic", factor=2, trained_len=128)
+    inverse, _ = rope_frequencies(32, length=length, **options)
+    assert torch.allclose(inverse, rope_frequencies(32, base)[0], rtol=1e-6)
+    cos, sin = rope_cos_sin(torch.arange(length), 32, **options)
+    expected = rope_cos_sin(torch.arange(length), 32, base)
+    assert torch.allclose(cos, expected[0], atol=1e-4) and torch.allclose(sin, expected[1], atol=1e-4)
+
+
+def test_dynamic_depends_on_the_current_length_only():
+    torch.manual_seed(0)
+    module, x = RoPEAttention(32, 2, scaling="dynamic", factor=2, trained_len=8), torch.randn(1, 40, 32)
+    short = module(x[:, :8])
+    module(x)
+    assert torch.equal(short, module(x[:, :8]))
+    plain = RoPEAttention(32, 2)
+    plain.load_state_dict(module.state_dict())
+    assert torch.equal(short, plain(x[:, :8])) and not torch.allclose(module(x), plain(x))
+
+
+def test_dynamic_of_factor_1_is_ntk_for_the_current_length():
+    inverse, _ = rope_frequencies(16, scaling="dynamic", factor=1, trained_len=64, length=256)
+    assert torch.allclose(inverse, rope_frequencies(16, scaling="ntk", factor=4)[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("head_dim, trained_len, expected", [
+    (32, 256, [1, .892857, .785714, .678571, .571429, .464286, .357143] + [.25] * 9),
+    (16, 64, [1, .75, .5] + [.25] * 5)])
+def test_yarn_ramp_by_hand(head_dim, trained_len, expected):
+    new_over_old, factor = ratios(head_dim, scaling="yarn", factor=4, trained_len=trained_len)
+    assert new_over_old == pytest.approx(expected, abs=1e-6) and factor == pytest.approx(1.138629, abs=1e-6)
+
+
+@pytest.mark.parametrize("factor, expected", [(1, 1), (2, 1.069315), (4, 1.138629), (8, 1.207944), (16, 1.277259)])
+def test_yarn_attention_factor_is_on_cos_and_sin_once(factor, expected):
+    cos, sin = rope_cos_sin(torch.tensor([0, 3]), 32, scaling="yarn", factor=factor, trained_len=256)
+    assert torch.allclose(cos[0], torch.full((16,), float(expected))) and torch.allclose((cos**2 + sin**2).sqrt(), torch.full((2, 16), float(expected)))
+    cos, _ = rope_cos_sin(torch.tensor([0]), 32, scaling="yarn", factor=factor, trained_len=256, attention_factor=0.5)
+    assert torch.allclose(cos, torch.full((1, 16), 0.5))
+
+
+def test_llama3_bands_by_hand():
+    new_over_old, factor = ratios(32, scaling="llama3", factor=8, trained_len=128)
+    assert new_over_old == pytest.approx([1, 1, 1, .8899, .4275, .1675] + [.125] * 10, abs=1e-4) and factor == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
+@pytest.mark.parametrize("head_dim", [2, 4, 8, 32, 64, 128])
+@pytest.mark.parametrize("trained_len, factor, base", [(4, 2.0, 1e4), (64, 4.0, 1e4), (256, 8.0, 5e5), (8192, 3.7, 10.0), (256, 1.0, 1e4)])
+def test_scaling_equals_transformers(kind, head_dim, trained_len, factor, base):
+    """The frequencies, and q and k as turned, against Hugging Face's Llama."""
+    if kind == "dynamic" and head_dim == 2:
+        pytest.skip("one pair cannot be scaled and stay as it is")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+    bands = dict(low_freq_factor=1.0, high_freq_factor=4.0) if kind == "llama3" else {}
+    config = LlamaConfig(head_dim=head_dim, hidden_size=2 * head_dim, num_attention_heads=2, max_position_embeddings=trained_len,
+                         rope_parameters=dict(rope_type=kind, rope_theta=base, factor=factor, original_max_position_embeddings=trained_len) | bands)
+    for length in (max(1, trained_len // 2), trained_len, 3 * trained_len + 1):
+        inverse, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
+        ours, our_factor = rope_frequencies(head_dim, base, scaling=kind, factor=factor, trained_len=trained_len, length=length)
+        assert torch.allclose(ours, inverse.double(), rtol=2e-6, atol=0) and our_factor == pytest.approx(attention_factor)
+    torch.manual_seed(0)
+    q, k, positions = torch.randn(1, 2, 9, head_dim), torch.randn(1, 2, 9, head_dim), torch.arange(3 * trained_len - 8, 3 * trained_len + 1)
+    cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
+    table = rope_cos_sin(positions, head_dim, base, scaling=kind, factor=factor, trained_len=trained_len)
+    for ours, theirs in zip((apply_rope(x, *table, interleaved=False) for x in (q, k)), apply_rotary_pos_emb(q, k, cos, sin)):
+        assert torch.allclose(ours, theirs, atol=1e-5 + 5e-7 * 3 * trained_len)  # their angles are float32
+
+
+def test_scaling_in_the_attention_turns_q_and_k_alike():
+    torch.manual_seed(0)
+    module, x = RoPEAttention(16, 2, scaling="yarn", factor=4, trained_len=16), torch.randn(2, 40, 16)
+    q, k, v = module.qkv(x).view(2, 40, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    table = rope_cos_sin(torch.arange(40), 8, scaling="yarn", factor=4, trained_len=16)
+    scores = apply_rope(q, *table) @ apply_rope(k, *table).transpose(-1, -2) / 8 ** 0.5
+    weights = scores.masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), float("-inf")).softmax(-1)
+    assert torch.allclose(module(x), module.out((weights @ v).transpose(1, 2).reshape(2, 40, 16)), atol=1e-5)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(scaling="cubic", factor=2), "scaling=cubic: must be one of none, linear, ntk, dynamic, yarn, llama3"),
+    (dict(scaling="linear"), "scaling=linear: factor=None must be a number of at least 1"),
+    (dict(scaling="linear", factor=0.5), "factor=0.5 must be a number of at least 1"),
+    (dict(scaling="ntk", factor=float("nan")), "factor=nan must be"),
+    (dict(scaling="ntk", factor=float("inf")), "factor=inf must be"),
+    (dict(factor=2), "factor=2 without a scaling"),
+    (dict(scaling="yarn", factor=2), "scaling=yarn: trained_len=None must be a whole number"),
+    (dict(scaling="dynamic", factor=2, trained_len=0), "trained_len=0 must be"),
+    (dict(scaling="llama3", factor=2, trained_len=2.5), "trained_len=2.5 must be"),
+    (dict(scaling="linear", factor=2, beta_fast=8), "scaling=linear has no option beta_fast; it has none"),
+    (dict(scaling="llama3", factor=2, trained_len=8, beta_slow=8), "it has low_freq_factor, high_freq_factor"),
+    (dict(scaling="yarn", factor=2, trained_len=8, beta_fast=1), "beta_slow=1 must be positive and below beta_fast=1"),
+    (dict(scaling="llama3", factor=2, trained_len=8, low_freq_factor=9), "low_freq_factor=9 must be positive and below"),
+    (dict(scaling="yarn", factor=2, trained_len=8, attention_factor=0), "attention_factor=0 must be a positive number"),
+    (dict(scaling="yarn", factor=2, trained_len=8, base=1.0), "scaling=yarn: base=1.0 must be above 1"),
+])
+def test_scaling_errors_name_the_value(options, message):
+    with pytest.raises(ValueError, match=message):
+        rope_cos_sin(torch.arange(4), 8, **options)
+    with pytest.raises(ValueError, match=message):
+        RoPEAttention(16, 2, **options)
+
+
+@pytest.mark.parametrize("kind", ["ntk", "dynamic"])
+def test_one_pair_has_no_ntk(kind):
+    with pytest.raises(ValueError, match="head width 2 has one pair"):
+        RoPEAttention(4, 2, scaling=kind, factor=2, trained_len=8)

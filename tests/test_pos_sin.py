@@ -58,3 +58,13 @@ def test_errors_name_the_numbers():
     for wrong in (torch.tensor([0.5]), torch.tensor([True])):
         with pytest.raises(ValueError, match="must be integers"):
             SinusoidalPositionalEncoding(8)(wrong)
+
+
+def test_interpolation_divides_positions():
+    plain, scaled = SinusoidalPositionalEncoding(8), SinusoidalPositionalEncoding(8, factor=4)
+    assert torch.allclose(scaled(torch.tensor([0, 4, 8])), plain(torch.tensor([0, 1, 2])), atol=1e-7)
+    row = scaled(torch.tensor([1]))[0]  # position 1/4
+    assert row.tolist() == pytest.approx([f(0.25 * 10 ** -i) for i in range(4) for f in (math.sin, math.cos)], abs=1e-7)
+    for factor in (0.5, 0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="factor=.* must be a number of at least 1"):
+            SinusoidalPositionalEncoding(8, factor=factor)

@@ -161,3 +161,23 @@ def test_errors_name_the_numbers():
         score.fixed(uniform, DATA, 63, np.array([100]))
     with pytest.raises(ValueError, match=r"100 held-out bytes are too few for windows of 100 \(needed: 101\)"):
         score.fixed_ends(100, 100, 10)
+
+
+@pytest.mark.parametrize("t, count, p", [(12.7062, 2, 0.05), (4.302653, 3, 0.05), (2.776445, 5, 0.05), (9.924843, 3, 0.01),
+                                        (4.604095, 5, 0.01), (1.983972, 101, 0.05), (0, 7, 1.0)])
+def test_p_value_of_the_paired_t_test(t, count, p):
+    """Quantiles of Student's t from printed tables, for count − 1 degrees of freedom."""
+    noise = np.random.default_rng(0).normal(size=count)
+    noise = (noise - noise.mean()) / noise.std(ddof=1)  # mean 0, deviation 1
+    for sign in (1, -1):
+        assert score.paired_p(sign * (noise + t / math.sqrt(count)) * 3) == pytest.approx(p, rel=1e-3)
+
+
+def test_p_value_of_differences_that_do_not_vary():
+    assert score.paired_p([0.3]) is None and score.paired_p([]) is None
+    assert score.paired_p([0.0, 0.0]) == 1 and score.paired_p([0.25, 0.25]) == 0
+
+
+def test_holm_by_hand():
+    assert score.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert score.holm([0.5, 0.9]) == pytest.approx([1, 1]) and score.holm([]) == []

@@ -288,3 +288,79 @@ def test_the_four_modules_stand_alone(tmp_path):
         assert tops <= {"torch", "math"}
         assert len(source.splitlines()) < 260
     assert (tmp_path / "results" / "rope_rotation.png").exists()
+
+
+# Windows
+
+def full_windowed(q, k, v, scale, window, bias=0):
+    T = q.shape[-2]
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    scores = (q @ k.transpose(-1, -2) * scale + bias).masked_fill((distance < 0) | (distance >= window), float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("T, window", [(1, 1), (5, 1), (64, 10), (65, 64), (200, 64), (130, 100), (300, 7), (300, 299), (40, 100)])
+def test_a_window_equals_the_masked_formula(T, window):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, T, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    ours = attend(q, k, v, is_causal=True, window=window)
+    plain = full_windowed(q, k, v, 8 ** -0.5, window)
+    assert torch.allclose(ours, plain, atol=1e-12)
+    upstream = torch.randn_like(ours)
+    for a, b in zip(torch.autograd.grad(ours, (q, k, v), upstream), torch.autograd.grad(plain, (q, k, v), upstream)):
+        assert torch.allclose(a, b, atol=1e-12)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_window_hides_what_is_further_back(scheme):
+    """Two blocks of window 5 see 2·4 bytes back and no further; a window of everything changes nothing."""
+    torch.manual_seed(0)
+    model = TinyLM(scheme, 16, 2, 2, window=5).double()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0, 0.3)
+    ids = torch.randint(0, 256, (1, 30))
+    moved = ids.clone()
+    moved[0, 10] += 1
+    changed = (model(ids) - model(moved % 256)).abs().amax(-1)[0] > 1e-9
+    assert changed.tolist() == [10 <= i <= 18 for i in range(30)]
+    full, all_of_it = TinyLM(scheme, 16, 2, 2).double(), TinyLM(scheme, 16, 2, 2, window=30).double()
+    full.load_state_dict(model.state_dict())
+    all_of_it.load_state_dict(model.state_dict())
+    assert torch.allclose(full(ids), all_of_it(ids), atol=1e-12)
+
+
+def test_a_window_with_a_bias():
+    """ALiBi at positions that jump far takes the plain bias, and the window still holds."""
+    torch.manual_seed(0)
+    model, plain = TinyLM("alibi", 16, 1, 2, window=3).double(), TinyLM("alibi", 16, 1, 2, window=3).double()
+    plain.load_state_dict(model.state_dict())
+    ids = torch.randint(0, 256, (2, 80))
+    positions = torch.arange(80) + 100_000 * (torch.arange(80) >= 40)
+    x = torch.randn(2, 80, 16, dtype=torch.float64)
+    attention = model.blocks[0].attention
+    q, k, v = attention.qkv(x).view(2, 80, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    bias = -attention.slopes.double()[:, None, None] * (positions[:, None] - positions).abs()
+    expected = attention.out(full_windowed(q, k, v, 8 ** -0.5, 3, bias).transpose(1, 2).reshape(2, 80, 16))
+    assert torch.allclose(attention(x, positions), expected, atol=1e-10) and model(ids, positions).isfinite().all()
+
+
+def test_a_window_needs_an_attention_that_can_have_one(tmp_path):
+    (tmp_path / "own.py").write_text("from torch import nn\nclass Own(nn.Module):\n    def __init__(self, dim, n_head):\n        super().__init__()\n"
+                                     "        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)\n")
+    with pytest.raises(ValueError, match="a window needs an attention class that takes `attend`"):
+        TinyLM(f"{tmp_path / 'own.py'}:Own", 16, 1, 2, window=4)
+    with pytest.raises(ValueError, match="window=-1"):
+        TinyLM("rope", 16, 1, 2, window=-1)
+
+
+def test_the_trained_length_reaches_the_schemes():
+    rope = TinyLM("rope:scaling=yarn,factor=8", 16, 1, 2, trained_len=64).blocks[0].attention
+    assert rope.scaling == dict(scaling="yarn", factor=8, trained_len=64)
+    assert TinyLM("rope:scaling=yarn,factor=8,trained_len=32", 16, 1, 2).blocks[0].attention.scaling["trained_len"] == 32
+    assert TinyLM("learned:beyond=wrap", 16, 1, 2, trained_len=64).position.trained_len == 64
+    for scheme, message in (("rope:scaling=yarn", "factor=None must be"), ("rope:factor=2", "factor=2 without a scaling"),
+                            ("rope:scaling=yarn,factor=0.5", "factor=0.5"), ("rope:scaling=yarn,factor=2,gamma=1", "no option 'gamma=1'"),
+                            ("learned:beyond=grow", "beyond=grow"), ("sin:factor=0.1", "factor=0.1")):
+        with pytest.raises(ValueError, match=message):
+            TinyLM(scheme, 16, 1, 2)

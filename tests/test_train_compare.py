@@ -4,6 +4,7 @@ import inspect
 import io
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -328,3 +329,127 @@ def test_the_table_shows_the_seconds_of_the_rows(tmp_path):
                curve={"step": [], "loss": []})
     table = train_compare.write_results(tmp_path, [row | {"seconds": 100.4}, row | {"seed": 1, "seconds": 300.4}], {})
     assert "| rope | 2 | 3.00 ± 0.00 | 3.10 ± 0.00 | 0 | 10 | 200 | 77 |" in table
+
+
+# Trained in another way
+
+def test_mixed_lengths_take_turns_with_as_many_bytes(monkeypatch):
+    seen, real = [], train_compare.batch
+    monkeypatch.setattr(train_compare, "batch", lambda *args: seen.append(real(*args)) or seen[-1])
+    data = np.tile(np.arange(20, dtype=np.uint8), 100)
+    train(SETTINGS | dict(train_lens=[4, 8, 16], steps=5), data, CPU, torch.float32, Bar())
+    assert [tuple(x.shape) for x, _ in seen] == [(8, 4), (4, 8), (2, 16), (8, 4), (4, 8)]
+
+
+def test_random_positions_are_an_ordered_subset_and_reach_the_model(monkeypatch):
+    positions = train_compare.random_positions(0, 3, 16, 40)
+    assert positions.shape == (16,) and (positions.diff() > 0).all() and 0 <= positions[0] and positions[-1] < 40
+    assert torch.equal(positions, train_compare.random_positions(0, 3, 16, 40))
+    assert not torch.equal(positions, train_compare.random_positions(0, 4, 16, 40))
+    assert torch.equal(train_compare.random_positions(5, 1, 16, 16), torch.arange(16))
+    with pytest.raises(ValueError, match="17 bytes do not fit in 16 random positions"):
+        train_compare.random_positions(0, 0, 17, 16)
+    seen, real = [], TinyLM.forward
+    monkeypatch.setattr(TinyLM, "forward", lambda self, ids, positions=None: seen.append(positions) or real(self, ids, positions))
+    settings = SETTINGS | dict(random_positions=40, steps=3)
+    model, _ = train(settings, np.tile(np.arange(20, dtype=np.uint8), 100), CPU, torch.float32, Bar())
+    assert [torch.equal(p, train_compare.random_positions(0, step, 16, 40)) for step, p in enumerate(seen)] == [True] * 3
+    ids = torch.arange(9)[None]
+    read = train_compare.at_its_positions(model, settings)
+    assert torch.equal(read(ids), model(ids, train_compare.random_positions(0, 0, 9, 40)))
+    assert train_compare.at_its_positions(model, SETTINGS) is model
+
+
+def test_copies_repeat_a_string_in_half_of_the_windows():
+    window = torch.full((5, 65), 255, dtype=torch.uint8)
+    train_compare.copies(window, 0, 0)
+    assert (window[3:] == 255).all()
+    for row in window[:3].tolist():
+        periods = [p for p in range(16, 49) if row[p:] == row[:-p]]
+        assert periods and all(97 <= byte < 123 for byte in row)
+    again = torch.full((5, 65), 255, dtype=torch.uint8)
+    train_compare.copies(again, 0, 0)
+    assert torch.equal(window, again)
+    tiny = torch.zeros(2, 5, dtype=torch.uint8)
+    train_compare.copies(tiny, 0, 1)
+    assert tiny[0].min() >= 97
+
+
+def test_what_is_special_is_in_the_settings_and_retrains(cli, text, tmp_path):
+    out = tmp_path / "out"
+    common = (*TINY, "--data", text, "--out", out, "--schemes", "sin")
+    for flags in ((), ("--random-positions", 64), ("--window", 8), ("--copies",), ("--train-len", 8, 16)):
+        code, stdout, _ = cli(train_compare, *common, *flags)
+        assert code == 0 and "already trained" not in stdout
+        assert "already trained" in cli(train_compare, *common, *flags)[1]
+        row, = json.loads((out / "train_compare.json").read_text())["rows"]
+        assert row["tokens"] == 6 * 2 * 16 and row["val_ppl"] > 1
+
+
+def test_the_hash_is_of_what_the_code_does():
+    plain = b"def f(x):\n    return x + 1\n"
+    assert common.code_hash(plain) == common.code_hash(b'def f(x):\r\n    """Doc."""\r\n    return x + 1  # comment\r\n') == common.code_hash(b"    " + plain.replace(b"\n ", b"\n     "))
+    assert common.code_hash(plain) != common.code_hash(plain.replace(b"1", b"2"))
+
+
+# Fine-tuning
+
+@pytest.fixture
+def parent(cli, text, tmp_path):
+    out = tmp_path / "out"
+    assert cli(train_compare, *TINY, "--data", text, "--out", out, "--schemes", "learned", "sin", "rope", "alibi")[0] == 0
+    return out
+
+
+def test_finetuning_goes_on_from_the_checkpoint(cli, parent, tmp_path):
+    tuned = tmp_path / "tuned"
+    code, stdout, _ = cli(train_compare, "--finetune-from", "rope", "alibi", "learned", "sin", "--from", parent, "--out", tuned, "--scaling", "linear",
+                          "yarn", "--train-len", 64, "--steps", 5, "--dtype", "fp32", "--device", "cpu")
+    assert code == 0
+    names = ["alibi", "learned", "rope-scaling=linear,factor=4,trained_len=16", "rope-scaling=yarn,factor=4,trained_len=16", "sin-factor=4"]
+    assert tree(tuned) == sorted([f"checkpoints/{name}-seed0.pt" for name in names] + ["finetune.csv", "finetune.json", "finetune.md"])
+    model, saved = load_model(tuned / "checkpoints" / (names[3] + "-seed0.pt"))
+    settings = saved["settings"]
+    assert (settings["train_len"], settings["batch_size"], settings["max_len"], settings["steps"]) == (64, 1, 256, 5)  # 2·16/64 rows, at least 1
+    assert settings["finetuned_from"]["train_len"] == 16 and settings["finetuned_from"]["scheme"] == "rope"
+    watched = saved["row"]["curve"]["watched"]
+    assert watched["step"] == [0, 5] and model.blocks[0].attention.scaling["scaling"] == "yarn"
+    # before the first step it is the parent, read with that scaling
+    from data.corpus import load_corpus
+    import score
+    val = load_corpus(settings["data"]).val
+    start = load_model(parent / "checkpoints" / "rope-seed0.pt")[0]
+    scaled = TinyLM(settings["scheme"], 16, 1, 2)
+    scaled.load_state_dict(start.state_dict())
+    ends = score.fixed_ends(len(val), 64, train_compare.WATCHED_WINDOWS)
+    assert watched["ppl"][0] == score.scores(score.fixed(scaled, val, 64, ends))["ppl"] != watched["ppl"][1]
+    table = list(csv.DictReader(io.StringIO((tuned / "finetune.csv").read_text())))
+    assert len(table) == 2 * 5 and table[1]["step"] == "5" and table[1]["tokens"] == str(5 * 64)
+    assert "already trained" in cli(train_compare, "--finetune-from", "alibi", "--from", parent, "--out", tuned, "--train-len", 64, "--steps", 5,
+                                    "--dtype", "fp32", "--device", "cpu")[1]
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ("--scaling yarn", "--scaling goes with --finetune-from"),
+    ("--from results", "--from goes with --finetune-from"),
+    ("--finetune-from rope --dim 32", "--dim does not go with --finetune-from"),
+    ("--finetune-from rope --schemes rope", "--schemes does not go with"),
+    ("--finetune-from none", "no checkpoint .*none-seed0.pt; train first: python train_compare.py --schemes none --seeds 0"),
+    ("--finetune-from rope --seeds 4", "no checkpoint .*rope-seed4.pt"),
+    ("--finetune-from rope rope", "--finetune-from: rope is given 2 times"),
+    ("--finetune-from rope --scaling cubic", "invalid choice: 'cubic'"),
+    ("--random-positions 15", "--random-positions 15 is below the training length 16"),
+    ("--train-len 16 16", "--train-len: 16 is given 2 times"),
+    ("--window 0", "'0' is not a whole number from 1"),
+])
+def test_wrong_ways_to_train_get_one_line(cli, text, parent, tmp_path, wrong, message):
+    out = tmp_path / "new"
+    flags = ["--train-len", 16, "--data", text] if "--finetune" not in wrong else ["--from", parent]
+    code, stdout, stderr = cli(train_compare, "--device", "cpu", "--out", out, *flags, *wrong.split())
+    assert code == 2 and stdout == "" and stderr.count("\n") == 1 and re.search(message, stderr), stderr
+    assert not out.exists()
+
+
+def test_finetuning_does_not_write_over_what_it_starts_from(cli, parent):
+    code, _, stderr = cli(train_compare, "--finetune-from", "rope", "--from", parent, "--out", parent, "--train-len", 32)
+    assert code == 2 and "holds the checkpoints to start from" in stderr

@@ -1,0 +1,101 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import context_test
+import train_compare
+from context_test import attention_by_distance, copy_accuracy, texts_with_copies
+from tiny_lm import TinyLM
+
+DATA = np.random.default_rng(1).integers(32, 64, 5000).astype(np.uint8)
+
+
+def test_texts_differ_in_the_first_string_only():
+    with_it, without = (texts_with_copies(DATA, 100, 6, first) for first in (True, False))
+    assert with_it.shape == (6, 132) and (with_it[:, 32:] == without[:, 32:]).all()
+    assert (with_it[:, :32] == with_it[:, -32:]).all() and ((97 <= with_it[:, :32]) & (with_it[:, :32] < 123)).all()
+    assert (without[:, :32] < 64).all() and all(bytes(row[:100].tolist()) in bytes(DATA) for row in without)
+    assert len({bytes(row.tolist()) for row in with_it[:, :32]}) == 6
+    adjacent = texts_with_copies(DATA, 32, 2, True)
+    assert adjacent.shape == (2, 64) and (adjacent[:, :32] == adjacent[:, 32:]).all()
+
+
+class Copier(nn.Module):
+    """Predicts the byte that stood `distance` before the one to come, and 0 where there is none."""
+
+    def __init__(self, distance):
+        super().__init__()
+        self.distance = distance
+
+    def forward(self, ids):
+        back = nn.functional.pad(ids.long(), (self.distance - 1, 0))[:, :ids.shape[1]]
+        return nn.functional.one_hot(back, 256).float()
+
+
+def test_a_copier_gets_all_right_and_only_where_there_is_something_to_copy():
+    assert copy_accuracy(Copier(100), DATA, 100, 6, True) == 1
+    assert copy_accuracy(Copier(100), DATA, 100, 6, False) == 0
+    assert copy_accuracy(Copier(64), DATA, 100, 6, True) == 0
+    assert copy_accuracy(lambda ids: torch.eye(256)[torch.full_like(ids.long(), 97)], DATA, 64, 400, True) == pytest.approx(1 / 26, abs=0.01)
+
+
+@pytest.mark.parametrize("scheme, weights", [
+    ("none", lambda h, d: 1.0),
+    ("alibi", lambda h, d: math.exp(-d * 2 ** (-4 * (h + 1))))])
+def test_attention_by_distance_of_equal_tokens(scheme, weights):
+    """With q·k = 0 the weights are known: equal for `none`, falling by the slope (2 heads: 1/16, 1/256) for ALiBi."""
+    model, n, queries = TinyLM(scheme, 16, 2, 2), 40, 3
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.qkv.weight.zero_()
+    kept = [block.attention.attend for block in model.blocks]
+    ids = torch.randint(0, 256, (2, n))
+    measured = attention_by_distance(model, ids, queries=queries)
+    expected = np.zeros(n)
+    for position in range(n - queries, n):
+        for head in range(2):
+            mass = [weights(head, d) for d in range(position + 1)]
+            expected[:position + 1] += np.array(mass) / sum(mass) / queries / 2
+    assert measured == pytest.approx(expected, abs=1e-6) and measured.sum() == pytest.approx(1, abs=1e-5)
+    assert [block.attention.attend for block in model.blocks] == kept
+    windowed = attention_by_distance(TinyLM(scheme, 16, 2, 2, window=5), ids, window=5, queries=queries)
+    assert windowed[5:].sum() == 0 and windowed.sum() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("context")
+    (folder / "words.txt").write_bytes(b"".join(b"%d bottles of beer on the wall\n" % i for i in range(3000)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train_compare.py", *"--steps 3 --batch-size 2 --train-len 64 --dim 16 --n-layer 1 --n-head 2 --dtype fp32 --device cpu".split(),
+                                   "--data", str(folder / "words.txt"), "--out", str(folder / "out")])
+        train_compare.main()
+    return folder / "out"
+
+
+def test_rows_tables_and_picture(cli, out):
+    code, stdout, _ = cli(context_test, "--out", out, "--device", "cpu", "--windows", 3)
+    assert code == 0
+    rows = json.loads((out / "context.json").read_text())["rows"]
+    kinds = {row["what"] for row in rows}
+    assert kinds == {"use", "copy", "copy without the first", "attention at 64", "attention at 256"}
+    assert [row["x"] for row in rows if row["what"] == "use" and row["scheme"] == "rope"] == [64, 68, 72, 80, 96, 112, 128, 192, 256]
+    assert [row["x"] for row in rows if row["what"] == "copy" and row["scheme"] == "rope"] == [32, 48, 64, 96, 128, 256, 512, 1024]
+    learned = {row["x"]: row for row in rows if row["what"] == "copy" and row["scheme"] == "learned"}
+    assert learned[1024]["note"] == "max_len 1024" and learned[1024]["value"] is None and learned[512]["value"] is not None
+    for row in rows:
+        if row["what"] == "attention at 64" and row["x"] == 64:
+            assert row["value"] == pytest.approx(1, abs=1e-4)
+    text = (out / "context.md").read_text()
+    assert text in stdout and "max_len 1024" in text and (out / "context.png").stat().st_size > 10_000
+
+
+def test_wrong_arguments(cli, out):
+    for wrong, message in (("--what use use", "--what: use is given 2 times"), ("--what all", "invalid choice"), ("--schemes x", "no checkpoint of x"),
+                           ("--windows 1", "'1' is not a whole number from 2"), ("--data nowhere", "no such file or folder")):
+        code, stdout, stderr = cli(context_test, "--out", out, *wrong.split())
+        assert code == 2 and stdout == "" and message in stderr and stderr.count("\n") == 1
