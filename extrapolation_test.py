@@ -53,7 +53,8 @@ def arguments():
     past.add_argument("--window", nargs="+", type=whole(0), metavar="N", default=[0],
                       help="every scheme as it is: a token sees the last N only; 0: all (default: 0)")
     past.add_argument("--longer", action="store_true",
-                      help="all of them, at 1, 2, 4, 8 and 16 times the training length, on less text; other flags still count")
+                      help="all of them, at 1, 2, 4, 8 and 16 times the training length, on less text, for models of the plain "
+                           "training; those trained in another way as they are; other flags still count")
     where = parser.add_argument_group("where to read, run and write")
     where.add_argument("--from", nargs="+", dest="sources", metavar="FOLDER",
                        help="folders whose checkpoints/ are read into one table (default: that of --out)")
@@ -136,9 +137,14 @@ def measure(models, data, lengths, protocols, args, device):
     longest = max(lengths)
     stretch = score.span_length(lengths, args.span_bytes, len(data)) if "span" in protocols else 0
     ends = score.fixed_ends(len(data), longest, args.windows) if "fixed" in protocols else ()
-    plan = [(model, settings, name, options, window) for model, settings in models
-            for name, options in ways(settings, args.scaling, args.factor, args.beyond).items()
-            for window in (args.window if not name else [0])]  # windows are for the model as it is
+    plan = []
+    for model, settings in models:
+        chosen = (args.scaling, args.factor, args.beyond)
+        if args.longer and trained_as(settings):  # as it is, or the table would be too long
+            chosen = (["none"], None, ["untrained"])
+        for name, options in ways(settings, *chosen).items():
+            windows = [0] if name or args.longer and trained_as(settings) else args.window  # windows are for the model as it is
+            plan += [(model, settings, name, options, window) for window in windows]
     bar = tqdm(total=len(plan) * len(lengths) * len(protocols), unit="cell", mininterval=0.1 if sys.stderr.isatty() else 30)
     known, previous = {}, None  # the scores of one checkpoint: where two ways are the same, they are made once
     for model, settings, name, options, window in plan:

@@ -41,10 +41,11 @@ def test_the_scheme_of_ones_own_plugs_in(tmp_path):
     assert model.position.scale == 0.02
 
 
-@pytest.mark.parametrize("driver", ["train_compare", "extrapolation_test"])
+@pytest.mark.parametrize("driver", ["train_compare", "extrapolation_test", "context_test"])
 def test_every_flag_is_in_the_readme_and_every_flag_in_the_readme_is_one(driver):
     flags = set(re.findall(r"add_argument\(\"(--[a-z-]+)\"", (HERE / f"{driver}.py").read_text("utf-8")))
-    section = README.split(f"`python {driver}.py`", 1)[1].split("\n\n", 2)[1]
+    after = README.split("## Options", 1)[1].split(f"`python {driver}.py`", 1)[1].split("\n\n", 2)
+    section = after[0] if driver == "context_test" else after[1]
     assert set(re.findall(r"--[a-z][a-z-]*", section)) == flags
 
 
