@@ -14,7 +14,7 @@ from extrapolation_test import measure, paired, summarise, tables
 from tiny_lm import SCHEMES
 
 CPU = ("--device", "cpu")
-ASKED = argparse.Namespace(span_bytes=1024, windows=5, scaling=["none"], factor=None, beyond=["untrained"], window=[0])
+ASKED = argparse.Namespace(span_bytes=1024, windows=5, scaling=["none"], factor=None, beyond=["untrained"], window=[0], longer=False)
 
 
 @pytest.fixture(scope="module")
