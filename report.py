@@ -296,10 +296,18 @@ def buckets(nats, count=32):
 
 
 def fill_readme(readme, results):
-    """README text with each block between `<!-- NAME.md -->`, or FOLDER/NAME.md, and `<!-- end -->` anew from results/."""
+    """README text with each block between `<!-- NAME.md -->`, or FOLDER/NAME.md, and `<!-- end -->` anew from results/.
+
+    `<!-- NAME.md: Word -->` takes only the paragraph of the file that begins with that word, and the table after it.
+    """
     def block(match):
-        return f"{match[1]}\n{(results / match[2]).read_text('utf-8').strip()}\n\n<!-- end -->"
-    return re.sub(r"(<!-- ([\w/]+\.md) -->\n).*?<!-- end -->", block, readme, flags=re.S)
+        text = (results / match[2]).read_text("utf-8").strip()
+        if match[3]:
+            parts = text.split("\n\n")
+            start, = (i for i, part in enumerate(parts) if part.startswith(match[3]))
+            text = "\n\n".join(parts[start:start + 2])
+        return f"{match[1]}\n{text}\n\n<!-- end -->"
+    return re.sub(r"(<!-- ([\w/]+\.md)(?:: ([\w-]+))? -->\n).*?<!-- end -->", block, readme, flags=re.S)
 
 
 if __name__ == "__main__":  # python report.py: the tables of README.md, anew from results/

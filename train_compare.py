@@ -290,6 +290,9 @@ def prepare(args):
     starts = finetune_starts(args, L) if args.finetune_from else [(scheme, seed, None, {}) for scheme in args.schemes
                                                                   for seed in args.seeds]
     data = starts[0][3].get("data", args.data)
+    for key in ("window", "random_positions", "copies"):
+        if args.finetune_from and not given(f"--{key.replace('_', '-')}"):
+            setattr(args, key, starts[0][3][key])  # as in the training so far
     corpus = load_corpus(data)
     corpus.require(L)
     score.span_length([L], score.SPAN_BYTES, len(corpus.val))
@@ -316,13 +319,14 @@ def prepare(args):
             **(size | kept), random_positions=args.random_positions, copies=args.copies, lr=args.lr, adam_lr=args.adam_lr,
             dtype=str(dtype).removeprefix("torch."), data=data, sha256=corpus.sha256, held_out=corpus.held_out,
             code=code_hash(*functions, *(file.read_bytes() for file in files)),
-            finetuned_from={key: parent[key] for key in ("scheme", "steps", "train_len", "code")} if parent else None)))
+            finetuned_from=parent or None)))
     return device, dtype, corpus, runs
 
 
 def finetune_starts(args, length):
     """The checkpoints to go on from, and what they become -> [(scheme, seed, weights, their settings)]."""
     source, starts = Path(args.source or ("results/quick" if args.quick else "results")), []
+    kinds = args.scaling or ["none"]
     if source.resolve() == Path(args.out).resolve():
         raise ValueError(f"--out {args.out} holds the checkpoints to start from; write into another folder")
     for flag in ("--schemes", "--data", "--dim", "--n-layer", "--n-head"):
@@ -337,12 +341,20 @@ def finetune_starts(args, length):
                 raise ValueError(f"no checkpoint {path}; train first: python train_compare.py --schemes {scheme} --seeds {seed}"
                                  + ("" if str(source) == "results" else f" --out {source}")) from None
             settings = saved["settings"]
-            if starts and (settings["sha256"], settings["held_out"]) != tuple(starts[0][3][key] for key in ("sha256", "held_out")):
-                raise ValueError(f"{path} was trained on other text than {starts[0][0]}")
-            if not given("--batch-size"):  # as many bytes per step as before
-                args.batch_size = max(1, settings["batch_size"] * settings["train_len"] // length)
-            for options in ways(settings, args.scaling or ["none"]).values():
+            first = starts[0][3] if starts else settings
+            for key in ("train_len", "batch_size", "dim", "n_layer", "n_head", "window", "random_positions", "copies", "sha256", "held_out"):
+                if settings[key] != first[key]:
+                    raise ValueError(f"{path} was trained with {key} {settings[key]}, {first['scheme']} with {first[key]}; "
+                                     "fine-tune them apart, or train again")
+            for options in ways(settings, kinds).values():
                 starts.append((with_options(scheme, **options(length)), seed, model.state_dict(), settings))
+    if not given("--batch-size"):  # as many bytes per step as before
+        args.batch_size = max(1, first["batch_size"] * first["train_len"] // length)
+    taken = {kind for *_, settings in starts for kind in ways(settings, kinds)}
+    for kind in kinds:
+        if kind != "none" and (kind not in taken or length <= first["train_len"]):
+            raise ValueError(f"--scaling {kind}: " + ("none of these schemes takes it" if kind not in taken else
+                             f"--train-len {length} must be above the length trained at so far, {first['train_len']}"))
     return starts
 
 
@@ -420,7 +432,12 @@ def write_finetune(out, rows, about, train_len):
     tokens = {line["step"]: line["tokens"] for line in flat}
     header = ["steps of fine-tuning (tokens)"] + [f"{step} ({tokens[step] / 1000:.0f}k)" for step in steps] + ["note"]
     seeds = ", ".join(map(str, dict.fromkeys(row["seed"] for row in rows)))
-    text = (f"Fixed-target perplexity at n = {train_len} while fine-tuning there. Seeds {seeds}.\n\n" + markdown_table(header, table))
+    mean = lambda scheme, step: np.mean([line["ppl"] or np.inf for line in flat if (line["scheme"], line["step"]) == (scheme, step)] or np.inf)
+    if any(line["scheme"] == "alibi" for line in flat):
+        header.insert(-1, "steps to ALiBi's start")
+        for line in table:
+            line.insert(-1, next((step for step in steps if mean(line[0], step) <= mean("alibi", 0)), f"> {steps[-1]}"))
+    text = f"Fixed-target perplexity at n = {train_len} while fine-tuning there. Seeds {seeds}.\n\n" + markdown_table(header, table)
     write_file(out / "finetune.md", text)
     return text
 
@@ -435,7 +452,7 @@ def main():
         parser.error(str(error))
     print(f"{corpus.name}: {len(corpus.train):,} bytes to train on, {len(corpus.val):,} held out; "
           f"{device.type}, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads")
-    if args.data == "numpy" and corpus.sha256 != NUMPY_SHA256:
+    if runs[0][2]["data"] == "numpy" and corpus.sha256 != NUMPY_SHA256:
         print(f"notice: this is not the text of the committed results (that is NumPy 2.4.6); its SHA-256 is {corpus.sha256}")
     about, rows = provenance(corpus, device, dtype), []
     write = functools.partial(write_finetune, train_len=max(args.train_len)) if args.finetune_from else write_results

@@ -27,6 +27,9 @@ def test_tables_are_filled_in_from_folders_too(tmp_path):
     text = "x\n<!-- a.md -->\nold\n<!-- end -->\ny\n<!-- deep/b.md -->\n<!-- end -->\nz"
     expected = "x\n<!-- a.md -->\n\n| A |\n\n<!-- end -->\ny\n<!-- deep/b.md -->\n\n| B |\n\n<!-- end -->\nz"
     assert fill_readme(text, tmp_path) == expected
+    (tmp_path / "a.md").write_text("Note.\n\nSpan: x.\n\n| S |\n\nFixed-target: y.\n\n| F |\n")
+    assert fill_readme("<!-- a.md: Fixed-target -->\nold\n<!-- end -->", tmp_path) == (
+        "<!-- a.md: Fixed-target -->\n\nFixed-target: y.\n\n| F |\n\n<!-- end -->")
 
 
 @pytest.mark.parametrize("snippet", [s for s in SNIPPETS if not s.startswith("# my_pos.py")])

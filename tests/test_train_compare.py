@@ -411,7 +411,7 @@ def test_finetuning_goes_on_from_the_checkpoint(cli, parent, tmp_path):
     model, saved = load_model(tuned / "checkpoints" / (names[3] + "-seed0.pt"))
     settings = saved["settings"]
     assert (settings["train_len"], settings["batch_size"], settings["max_len"], settings["steps"]) == (64, 1, 256, 5)  # 2·16/64 rows, at least 1
-    assert settings["finetuned_from"]["train_len"] == 16 and settings["finetuned_from"]["scheme"] == "rope"
+    assert settings["finetuned_from"] == load_model(parent / "checkpoints" / "rope-seed0.pt")[1]["settings"]
     watched = saved["row"]["curve"]["watched"]
     assert watched["step"] == [0, 5] and model.blocks[0].attention.scaling["scaling"] == "yarn"
     # before the first step it is the parent, read with that scaling
@@ -424,6 +424,7 @@ def test_finetuning_goes_on_from_the_checkpoint(cli, parent, tmp_path):
     ends = score.fixed_ends(len(val), 64, train_compare.WATCHED_WINDOWS)
     assert watched["ppl"][0] == score.scores(score.fixed(scaled, val, 64, ends))["ppl"] != watched["ppl"][1]
     table = list(csv.DictReader(io.StringIO((tuned / "finetune.csv").read_text())))
+    assert "steps to ALiBi's start" in (tuned / "finetune.md").read_text()
     assert len(table) == 2 * 5 and table[1]["step"] == "5" and table[1]["tokens"] == str(5 * 64)
     assert "already trained" in cli(train_compare, "--finetune-from", "alibi", "--from", parent, "--out", tuned, "--train-len", 64, "--steps", 5,
                                     "--dtype", "fp32", "--device", "cpu")[1]
@@ -438,6 +439,8 @@ def test_finetuning_goes_on_from_the_checkpoint(cli, parent, tmp_path):
     ("--finetune-from rope --seeds 4", "no checkpoint .*rope-seed4.pt"),
     ("--finetune-from rope rope", "--finetune-from: rope is given 2 times"),
     ("--finetune-from rope --scaling cubic", "invalid choice: 'cubic'"),
+    ("--finetune-from alibi --scaling yarn --train-len 64", "--scaling yarn: none of these schemes takes it"),
+    ("--finetune-from rope --scaling none yarn --train-len 16", "--scaling yarn: --train-len 16 must be above the length trained at so far, 16"),
     ("--random-positions 15", "--random-positions 15 is below the training length 16"),
     ("--train-len 16 16", "--train-len: 16 is given 2 times"),
     ("--window 0", "'0' is not a whole number from 1"),
