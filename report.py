@@ -261,6 +261,20 @@ def plot_context(path, rows, train_len):
     _save(figure, path)
 
 
+def plot_lines(path, lines, title, x_name, y_name, mark=None):
+    """One panel of named lines {name: (xs, ys)}, each with its name at its end; `mark` is the training length."""
+    figure, ((axis,),) = _figure(1, 9)
+    ends = {}
+    for (name, (xs, ys)), colour in zip(lines.items(), ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2")):
+        axis.plot(xs, ys, color=colour, lw=1.8)
+        ends[name] = (xs[-1], ys[-1], colour)
+    axis.set(xlabel=x_name, ylabel=y_name, title=title, xlim=(0, max(xs[-1] for xs, _ in lines.values()) * 1.01))
+    if mark:
+        axis.axvline(mark, color="#555555", lw=1, ls=":")
+    _label_ends(axis, ends, log=False)
+    _save(figure, path)
+
+
 def plot_long_context(path, rows):
     """Time and peak memory of one attention layer's forward pass against T: solid as it is, dashed the textbook formula.
 

@@ -1,0 +1,323 @@
+"""Break position on purpose, and compare what happens with what the textbooks say.
+
+    python break_position.py                # all experiments, on the checkpoints of train_compare.py; about 2 minutes
+    python break_position.py order swap     # some of them
+    python break_position.py --quick        # on those of train_compare.py --quick, some seconds
+
+    order        without positions attention cannot tell 我打你 from 你打我
+    no-encoding  a model without positions cannot learn order; and: the causal mask tells it where it is
+    long         trained at 256, read at 4096: where it breaks, and what each scaling saves
+    swap         a model read at other positions than it was trained with, or with another scheme
+
+Each prints the expectation, what was measured and the verdict: confirmed, partly or refuted, by a rule that stands in the
+code. Writes break_<name>.json and .md into --out, and .png where a picture helps.
+"""
+import math
+import sys
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import score
+from common import Parser, distinct, pick_device, provenance, run, whole, writable_folder, write_file, write_json
+from data.corpus import load_corpus
+from extrapolation_test import find_checkpoints, read_as
+from pos_alibi import ALiBiAttention
+from pos_learned import LearnedPositionalEmbedding
+from pos_rope import RoPEAttention
+from pos_sin import SinusoidalPositionalEncoding
+from report import buckets, markdown_table, plot_lines, spread
+from tiny_lm import SCHEMES, PlainAttention, TinyLM
+from train_compare import ways
+
+POSITIONED = ("learned", "sin", "rope", "alibi")
+
+
+def arguments():
+    parser = Parser(__doc__)
+    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"{' '.join(EXPERIMENTS)} (default: all)")
+    parser.add_argument("--sentences", nargs=2, action="append", default=[], metavar=("A", "B"),
+                        help="order: two sentences more, of the same bytes in another order; may be given again")
+    parser.add_argument("--seeds", nargs="+", type=whole(0), default=[0], metavar="N", help="(default: 0)")
+    parser.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
+    parser.add_argument("--out", default="results", help="folder with checkpoints/, and for the results (default: results)")
+    parser.add_argument("--quick", action="store_true", help="all in small, into results/quick/; other flags still count")
+    if "--quick" in sys.argv[1:]:
+        parser.set_defaults(out="results/quick")
+    args = parser.parse_args()
+    args.experiments = args.experiments or list(EXPERIMENTS)
+    return parser, args
+
+
+# order
+
+PAIRS = [("我打你", "你打我"), ("the dog bit the man", "the man bit the dog"), ("only he said he loved her", "he said he loved only her")]
+
+
+def permutation(a, b):
+    """Where each byte of b stands in a: b[i] = a[permutation[i]]. ValueError if b is not a reordering of a."""
+    places = {}
+    for i, byte in enumerate(a):
+        places.setdefault(byte, []).append(i)
+    if sorted(a) != sorted(b):
+        raise ValueError(f"--sentences: '{bytes(b).decode(errors='replace')}' is not '{bytes(a).decode(errors='replace')}' in another order")
+    return torch.tensor([places[byte].pop(0) for byte in b])
+
+
+def bidirectional(scheme, dim=64, n_head=4):
+    """One attention layer over byte embeddings without a mask, random weights -> ids (T,) -> outputs (T, dim)."""
+    torch.manual_seed(0)
+    embed = nn.Embedding(256, dim)
+    unmasked = lambda q, k, v, is_causal: F.scaled_dot_product_attention(q, k, v)
+    attention = {"rope": lambda: RoPEAttention(dim, n_head, causal=False), "alibi": lambda: ALiBiAttention(dim, n_head, causal=False)}
+    layer = attention.get(scheme, lambda: PlainAttention(dim, n_head, attend=unmasked))()
+    rows = {"learned": lambda: LearnedPositionalEmbedding(dim), "sin": lambda: SinusoidalPositionalEncoding(dim)}.get(scheme, lambda: None)()
+    if scheme == "learned":
+        nn.init.normal_(rows.weight, 0, 1)  # as large as the tokens, as training makes them
+    def read(ids):
+        x = embed(ids)
+        if rows is not None:
+            x = x + rows(torch.arange(len(ids)))
+        return layer(x[None])[0]
+    return read
+
+
+def order(args):
+    rows = []
+    with torch.no_grad():
+        for first, second in PAIRS + [tuple(pair) for pair in args.sentences]:
+            a, b = (torch.tensor(list(text.encode())) for text in (first, second))
+            moved = permutation(a.tolist(), b.tolist())
+            row = dict(sentences=f"{first} / {second}")
+            for scheme in ("none",) + POSITIONED:
+                read = bidirectional(scheme)
+                x, y = read(a), read(b)
+                row[f"{scheme}: outputs"] = float((y - x[moved]).abs().max() / x.abs().max())
+                row[f"{scheme}: pooled"] = float((y.mean(0) - x.mean(0)).norm() / x.mean(0).norm())
+            for layers in (1, 2):  # with a causal mask: the last token is the same full stop in both
+                torch.manual_seed(0)
+                model = TinyLM("none", 64, layers, 4)
+                for weight in model.parameters():
+                    weight.normal_(0, 0.2)
+                x, y = (model(torch.cat((ids, torch.tensor([46])))[None])[0, -1] for ids in (a, b))
+                row[f"causal, {layers} layers: last token"] = float((y - x).norm() / x.norm())
+            rows.append(row)
+    blind = max(max(row["none: outputs"], row["none: pooled"], row["causal, 1 layers: last token"]) for row in rows)
+    told = min(min(row[f"{scheme}: pooled"] for scheme in POSITIONED) for row in rows)
+    depth = min(row["causal, 2 layers: last token"] for row in rows)
+    header = ["relative difference"] + ["no mask, none"] + [f"no mask, {s}" for s in POSITIONED] + ["causal, none, 1 layer", "causal, none, 2 layers"]
+    table = [[row["sentences"], f"{row['none: pooled']:.1e}", *(f"{row[f'{s}: pooled']:.2g}" for s in POSITIONED),
+              f"{row['causal, 1 layers: last token']:.1e}", f"{row['causal, 2 layers: last token']:.2g}"] for row in rows]
+    return dict(
+        expectation="Attention without positions is blind to order: 我打你 and 你打我 read the same.",
+        measured=f"Without mask and positions the outputs are the permuted outputs, and the mean over tokens is the same, to rounding "
+                 f"(at most {blind:.0e} of its size); with any of the four the mean differs by at least {told:.1%}. A causal mask alone: one "
+                 f"layer's last token still cannot tell; the second layer's can (by at least {depth:.1%}), since the tokens before it "
+                 "have seen different beginnings.",
+        verdict="confirmed" if blind < 1e-5 and told > 1e-3 and depth > 1e-3 else "refuted",
+        table=markdown_table(header, table), rows=rows)
+
+
+# no-encoding
+
+def hidden_states(model, ids):
+    """The residual stream before the first block and after each: ids (B, T) -> [n_layer + 1] of (B, T, C)."""
+    states = []
+    hooks = [model.blocks[0].register_forward_pre_hook(lambda block, inputs: states.append(inputs[0]))]
+    hooks += [block.register_forward_hook(lambda block, inputs, output: states.append(output)) for block in model.blocks]
+    try:
+        with torch.no_grad():
+            model(ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return states
+
+
+def probe(train, test):
+    """How well position can be read from hidden states (B, T, C) by a linear map: ridge regression of t on h_t, fitted on
+    `train` -> R² on `test`: 1 is perfect, 0 is the mean position whatever the state."""
+    def flat(states):
+        x = states.double().flatten(0, 1)
+        return torch.cat((x, torch.ones(len(x), 1, dtype=torch.double)), 1), torch.arange(states.shape[1]).double().repeat(len(states))
+    x, y = flat(train)
+    scale = x[:, :-1].std(0).mean()
+    ridge = 1e-3 * len(x) * scale ** 2 * torch.eye(x.shape[1], dtype=torch.double)
+    ridge[-1, -1] = 0
+    weight = torch.linalg.solve(x.T @ x + ridge, x.T @ y)
+    x, y = flat(test)
+    return float(1 - (x @ weight - y).square().sum() / (y - y.mean()).square().sum())
+
+
+def count_model_ppl(train, val, bytes_back):
+    """Perplexity on val of byte counts of train, given the `bytes_back` (0 or 1) bytes before; one added to every count."""
+    before = (lambda text: text[:-1].astype(np.int64)) if bytes_back else (lambda text: np.zeros(len(text) - 1, np.int64))
+    counts = np.ones((256, 256))
+    np.add.at(counts, (before(train), train[1:]), 1)
+    chance = counts / counts.sum(1, keepdims=True)
+    return float(np.exp(-np.log(chance[before(val), val[1:]]).mean()))
+
+
+def no_encoding(args):
+    models, corpus, trained = trained_models(args)
+    L, rows = trained["train_len"], []
+    windows = [np.array(corpus.val[start:start + 64 * L].reshape(64, L)) for start in (0, 64 * L)]
+    texts = [torch.from_numpy(window).to(args.device) for window in windows]
+    span = score.span_length([L], score.SPAN_BYTES, len(corpus.val))
+    untrained = {"none, untrained": [(TinyLM("none", **{key: trained[key] for key in ("dim", "n_layer", "n_head")}).to(args.device), 0)]}
+    with torch.no_grad():
+        for model, _ in untrained["none, untrained"]:
+            torch.manual_seed(0)
+            for block in model.blocks:  # they start at zero, and every block as the identity
+                block.attention.out.weight.normal_(0, trained["dim"] ** -0.5)
+                block.down.weight.normal_(0, (4 * trained["dim"]) ** -0.5)
+    by_scheme = untrained | {s: [(m, settings["seed"]) for m, settings in models if settings["scheme"] == s]
+                             for s in dict.fromkeys(settings["scheme"] for _, settings in models)}
+    for name, group in by_scheme.items():
+        for model, seed in group:
+            r2 = [probe(a.cpu(), b.cpu()) for a, b in zip(*(hidden_states(model, ids) for ids in texts))]
+            ppl = score.perplexity(score.span(model, corpus.val, L, span, args.device)) if name in SCHEMES else None
+            rows.append(dict(scheme=name, seed=seed, ppl=ppl, r2=[round(value, 4) for value in r2]))
+    counts = {back: count_model_ppl(np.asarray(corpus.train), np.asarray(corpus.val), back) for back in (0, 1)}
+    mean = lambda name: float(np.mean([row["ppl"] for row in rows if row["scheme"] == name]))
+    r2 = lambda name, layer: float(np.mean([row["r2"][layer] for row in rows if row["scheme"] == name]))
+    table = [[name, spread([row["ppl"] for row in rows if row["scheme"] == name])]
+             + [f"{r2(name, layer):.2f}" for layer in range(trained["n_layer"] + 1)] for name in by_scheme]
+    best_four = min(mean(s) for s in by_scheme if s in POSITIONED)
+    deepest = max(range(trained["n_layer"] + 1), key=lambda layer: r2("none", layer))
+    none = mean("none")
+    verdict = "refuted" if none <= 1.1 * best_four else "confirmed" if none >= 0.9 * counts[1] else "partly"
+    return dict(
+        expectation="Without an encoding the loss stays high, because the model cannot tell order.",
+        measured=f"Perplexity {none:.2f}, against {best_four:.2f} of the best of the four after the same training, {counts[1]:.1f} of "
+                 f"counting which byte follows which, and {counts[0]:.1f} of counting bytes. From its hidden states a linear map reads the position with "
+                 f"R² {r2('none', deepest):.2f} after block {deepest} (0: not at all, 1: exactly; {r2('none', 0):.2f} before the first block): the causal mask is all that can have told it.",
+        verdict=verdict, rows=rows, counts=counts,
+        table=markdown_table(["scheme", f"perplexity at {L}"] + ["R² at the input"] + [f"after block {i + 1}" for i in range(trained["n_layer"])], table))
+
+
+# long
+
+def first_break(nats, L):
+    """The first position past L from which the mean of 32 losses is over 1.1 times that of positions L/2 … L − 1; None: nowhere."""
+    level = nats[L // 2:L].mean()
+    for start in range(L, len(nats) - 31):
+        if nats[start:start + 32].mean() > 1.1 * level:
+            return start
+    return None
+
+
+def long(args):
+    models, corpus, trained = trained_models(args, ["rope"])
+    L, rows, curves = trained["train_len"], [], {}
+    n = 16 * L
+    length = score.span_length([n], score.SPAN_BYTES if not args.quick else 16 * n, len(corpus.val))
+    for model, settings in models:
+        for name, options in ways(settings, ["none", "linear", "ntk", "dynamic", "yarn", "llama3"]).items():
+            nats = score.span(read_as(model, settings, options(n), 0), corpus.val, n, length, args.device).mean(0)
+            rows.append(dict(way=name or "none", seed=settings["seed"], ppl=score.perplexity(nats), first=float(np.exp(nats[:L].mean())),
+                             last=float(np.exp(nats[-L:].mean())), breaks_at=first_break(nats, L)))
+            curves.setdefault(name or "none", []).append(nats)
+    of = lambda way, key: [row[key] for row in rows if row["way"] == way]
+    ways_ = list(curves)
+    where = lambda way: ", ".join("nowhere" if at is None else f"{at:,}" for at in of(way, "breaks_at"))
+    table = [[way, spread(of(way, "first")), spread(of(way, "last")), spread(of(way, "ppl")), where(way)] for way in ways_]
+    broke = [at for at in of("none", "breaks_at") if at is not None]
+    ratio = {way: np.mean(of(way, "last")) / np.mean(of("none", "first")) for way in ways_}
+    best = min((way for way in ways_ if way != "none"), key=ratio.get)
+    return dict(
+        expectation=f"RoPE without scaling breaks soon past its training length; a scaling extends it to {n:,} without training.",
+        measured=f"Without scaling the loss leaves its level at position {', '.join(f'{at:,}' for at in broke) or 'none'}, and the last {L} of {n:,} bytes have a "
+                 f"perplexity {ratio['none']:.1f} times that of the first {L}. The best scaling, {best}, leaves a factor of {ratio[best]:.1f}.",
+        verdict="confirmed" if broke and ratio["none"] > 1.5 and ratio[best] < 1.1 else "partly" if broke and ratio["none"] > 1.5 else "refuted",
+        table=markdown_table(["scaling", f"perplexity of the first {L}", f"of the last {L}", f"of all {n:,}", "leaves its level at"], table), rows=rows,
+        picture=lambda path: plot_lines(path, {way: buckets(np.mean(curve, axis=0), 64) for way, curve in curves.items()},
+                                        f"RoPE trained at {L}, read at {n:,}: loss by position", "position in the window, bytes",
+                                        "loss, nats per byte", mark=L))
+
+
+# swap
+
+def ppl_at(model, data, L, length, positions, device):
+    """Perplexity under span at other positions; None where the scheme has none of them, as a learned table past its end."""
+    try:
+        return score.perplexity(score.span(lambda ids: model(ids, positions(L, device)), data, L, length, device))
+    except ValueError:
+        return None
+
+
+def swap(args):
+    models, corpus, trained = trained_models(args)
+    L, rows = trained["train_len"], []
+    length = score.span_length([L], score.SPAN_BYTES // 2 if not args.quick else 64 * L, len(corpus.val))
+    count = lambda T, device: torch.arange(T, device=device)
+    where = {"its own": count} | {f"+ {shift}": (lambda shift: lambda T, device: count(T, device) + shift)(shift) for shift in (1, 10, 100, 1000)} | {
+        "reversed": lambda T, device: count(T, device).flip(0), "all equal": lambda T, device: 0 * count(T, device)}
+    for model, settings in models:
+        ppl = {name: ppl_at(model, corpus.val, L, length, positions, args.device) for name, positions in where.items()}
+        for scheme in SCHEMES:
+            if scheme != settings["scheme"]:
+                other = TinyLM(scheme, **{key: settings[key] for key in ("dim", "n_layer", "n_head", "max_len")})
+                other.load_state_dict(model.state_dict(), strict=False)  # the shared weights; a learned table stays untrained
+                ppl[f"read as {scheme}"] = score.perplexity(score.span(other.to(args.device).eval(), corpus.val, L, length, args.device))
+        rows.append(dict(scheme=settings["scheme"], seed=settings["seed"], ppl=ppl))
+    schemes = list(dict.fromkeys(row["scheme"] for row in rows))
+    of = lambda scheme, name: [row["ppl"].get(name) for row in rows if row["scheme"] == scheme]
+    columns = list(where) + [f"read as {scheme}" for scheme in SCHEMES]
+    table = [[scheme] + ["–" if of(scheme, name)[0] is None else spread(of(scheme, name)) for name in columns] for scheme in schemes]
+    moved = {s: max(abs(math.log(np.mean(of(s, f"+ {shift}")) / np.mean(of(s, "its own")))) for shift in (1, 10, 100, 1000)
+                    if None not in of(s, f"+ {shift}")) for s in schemes}
+    still = [s for s in schemes if moved[s] < 0.01]
+    absolute = [s for s in ("learned", "sin") if s in schemes]
+    relative = [s for s in ("rope", "alibi", "none") if s in schemes]
+    return dict(
+        expectation="Relative schemes (RoPE, ALiBi) do not notice when all positions are shifted; absolute ones (learned, sinusoidal) do.",
+        measured="Shifted by up to 1000, perplexity moves by at most "
+                 + ", ".join(f"{math.expm1(moved[s]):.1%} ({s})" if moved[s] < 1 else f"a factor of {math.exp(moved[s]):.0f} ({s})" for s in schemes) + ".",
+        verdict="confirmed" if set(still) == set(relative) else "refuted" if set(absolute) <= set(still) else "partly",
+        table=markdown_table(["trained with; perplexity at positions"] + columns, table), rows=rows)
+
+
+EXPERIMENTS = {"order": order, "no-encoding": no_encoding, "long": long, "swap": swap}
+
+
+def trained_models(args, schemes=None):
+    """The checkpoints of train_compare.py -> (models on the device, corpus, settings of the first)."""
+    models = find_checkpoints([args.out], schemes or list(SCHEMES), args.seeds)
+    for model, _ in models:
+        model.to(args.device)
+    return models, load_corpus(models[0][1]["data"]), models[0][1]
+
+
+def main():
+    parser, args = arguments()
+    try:
+        distinct("EXPERIMENT", args.experiments)
+        distinct("--seeds", args.seeds)
+        for name in args.experiments:
+            if name not in EXPERIMENTS:
+                raise ValueError(f"unknown experiment '{name}': use {', '.join(EXPERIMENTS)}")
+        for pair in args.sentences:
+            permutation(*(text.encode() for text in pair))
+        args.device = pick_device(args.device)
+        corpus = trained_models(args)[1] if set(args.experiments) - {"order"} else load_corpus()
+        out = writable_folder(args.out)
+    except ValueError as error:
+        parser.error(str(error))
+    for name in args.experiments:
+        result = EXPERIMENTS[name](args)
+        text = (f"*Expectation:* {result['expectation']}\n\n*Measured:* {result['measured']}\n\n*Verdict:* **{result['verdict']}**\n\n"
+                + result["table"])
+        print(f"\n{name}\n\n{text}")
+        write_json(out / f"break_{name}.json", provenance(corpus, args.device, torch.float32) | {
+            key: result[key] for key in ("expectation", "measured", "verdict", "rows")})
+        write_file(out / f"break_{name}.md", text)
+        if "picture" in result:
+            result["picture"](out / f"break_{name}.png")
+    print(f"wrote break_*.json and .md into {out}")
+
+
+if __name__ == "__main__":
+    run(main)
