@@ -170,11 +170,11 @@ def plot_longer(path, summary, train_len):
     """
     protocol = "fixed" if any(cell["protocol"] == "fixed" for cell in summary) else "span"
     summary = [cell for cell in summary if cell["protocol"] == protocol]
-    panels = {"RoPE, rescaled": lambda c: c["scheme"].startswith("rope") and "window" not in c["variant"] and "trained" not in c["variant"],
-              "Learned and sinusoidal": lambda c: c["scheme"].startswith(("learned", "sin")) and "window" not in c["variant"]
-                                                  and "trained" not in c["variant"],
-              "A window of the last tokens": lambda c: "window" in c["variant"] and "trained" not in c["variant"],
-              "Trained in another way": lambda c: "trained" in c["variant"]}
+    way = lambda cell: next((word for word in ("trained", "window") if word in cell["variant"]), "read")
+    panels = {"RoPE, rescaled": lambda c: way(c) == "read" and c["scheme"].startswith("rope"),
+              "Learned and sinusoidal": lambda c: way(c) == "read" and c["scheme"].startswith(("learned", "sin")),
+              "A window of the last tokens": lambda c: way(c) == "window",
+              "Trained in another way": lambda c: way(c) == "trained"}
     panels = {title: list(filter(mine, summary)) for title, mine in panels.items()}
     panels = {title: cells for title, cells in panels.items() if cells}
     if not panels:
@@ -190,19 +190,22 @@ def plot_longer(path, summary, train_len):
     for axis, (title, cells) in zip(axes.flat, panels.items()):
         if alibi:
             axis.plot(*zip(*alibi), color="#BBBBBB", lw=4, zorder=0)
-        ends, seen = {}, {}
-        names = list(dict.fromkeys(label(c) for c in cells))
+        ends, others, seen = {}, iter(OTHERS * 9), {}
         shared = set.intersection(*(set(filter(None, c["variant"].split(", "))) for c in cells))
-        for name in names:
+        for name in dict.fromkeys(map(label, cells)):
             mine = [c for c in cells if label(c) == name]
-            scheme = mine[0]["scheme"]
-            colour = colours([scheme])[scheme]
-            style = styles[seen.setdefault(scheme, 0) % len(styles)]
-            seen[scheme] += 1
-            axis.plot([c["n"] for c in mine], [c["ppl"] for c in mine], ls=style, color=colour, lw=1.8, marker="o", ms=3)
-            axis.fill_between([c["n"] for c in mine], [c["low"] for c in mine], [c["high"] for c in mine], color=colour, alpha=0.15, lw=0)
-            variant = ", ".join(part for part in mine[0]["variant"].split(", ") if part not in shared).replace("trained at ", "")
-            ends[", ".join(filter(None, (short(scheme), variant)))] = (mine[-1]["n"], mine[-1]["ppl"], colour)
+            scheme, variant = mine[0]["scheme"], ", ".join(v for v in mine[0]["variant"].split(", ") if v not in shared)
+            colour, style = colours([scheme])[scheme], "-"
+            if variant and way(mine[0]) == "read":  # the scheme as it is keeps its colour
+                colour, style = next(others), "--"
+            elif variant:
+                style = styles[seen.setdefault(scheme, 0) % len(styles)]
+                seen[scheme] += 1
+            n, ppl = [c["n"] for c in mine], [c["ppl"] for c in mine]
+            axis.plot(n, ppl, ls=style, color=colour, lw=1.8, marker="o", ms=3)
+            if len(mine[0]["seeds"]) > 1:
+                axis.fill_between(n, [c["low"] for c in mine], [c["high"] for c in mine], color=colour, alpha=0.15, lw=0)
+            ends[", ".join(filter(None, (short(scheme), variant.removeprefix("trained "))))] = (n[-1], ppl[-1], colour)
         axis.set(xscale="log", yscale="log", xlabel="evaluation length n, bytes", ylabel="perplexity per byte",
                  title=f"{title}{': ' + ', '.join(sorted(shared)) if shared else ''}", xlim=(lengths[0] / 1.1, lengths[-1] * 1.1))
         axis.set_xticks(lengths, [f"{n}" for n in lengths])
