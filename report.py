@@ -14,7 +14,7 @@ from common import write_file
 
 # One colour per scheme in every picture (Okabe and Ito's palette, readable by the colour-blind).
 COLOURS = {"learned": "#E69F00", "sin": "#56B4E9", "rope": "#D55E00", "alibi": "#0072B2", "none": "#7F7F7F"}
-OTHERS = ("#009E73", "#CC79A7", "#000000", "#B8A800")
+OTHERS = ("#009E73", "#CC79A7", "#000000", "#B8A800", "#8C564B")
 
 
 def colours(schemes):
