@@ -23,13 +23,13 @@ from torch import nn
 import score
 from common import Parser, distinct, pick_device, provenance, run, whole, writable_folder, write_file, write_json
 from data.corpus import load_corpus
-from extrapolation_test import find_checkpoints, read_as
+from extrapolation_test import find_checkpoints, read_as, trained_as
 from pos_alibi import ALiBiAttention
 from pos_learned import LearnedPositionalEmbedding
 from pos_rope import RoPEAttention
 from pos_sin import SinusoidalPositionalEncoding
 from report import buckets, markdown_table, plot_lines, spread
-from tiny_lm import SCHEMES, PlainAttention, TinyLM
+from tiny_lm import SCHEMES, PlainAttention, TinyLM, size_of
 from train_compare import ways
 
 POSITIONED = ("learned", "sin", "rope", "alibi")
@@ -58,6 +58,8 @@ PAIRS = [("我打你", "你打我"), ("the dog bit the man", "the man bit the do
 
 def permutation(a, b):
     """Where each byte of b stands in a: b[i] = a[permutation[i]]. ValueError if b is not a reordering of a."""
+    if not a or a == b:
+        raise ValueError(f"--sentences: '{bytes(a).decode(errors='replace')}' twice; give two sentences that differ in order")
     places = {}
     for i, byte in enumerate(a):
         places.setdefault(byte, []).append(i)
@@ -166,10 +168,10 @@ def no_encoding(args):
     windows = [np.array(corpus.val[start:start + 64 * L].reshape(64, L)) for start in (0, 64 * L)]
     texts = [torch.from_numpy(window).to(args.device) for window in windows]
     span = score.span_length([L], score.SPAN_BYTES, len(corpus.val))
+    torch.manual_seed(0)
     untrained = {"none, untrained": [(TinyLM("none", **{key: trained[key] for key in ("dim", "n_layer", "n_head")}).to(args.device), 0)]}
     with torch.no_grad():
         for model, _ in untrained["none, untrained"]:
-            torch.manual_seed(0)
             for block in model.blocks:  # they start at zero, and every block as the identity
                 block.attention.out.weight.normal_(0, trained["dim"] ** -0.5)
                 block.down.weight.normal_(0, (4 * trained["dim"]) ** -0.5)
@@ -259,7 +261,8 @@ def swap(args):
         ppl = {name: ppl_at(model, corpus.val, L, length, positions, args.device) for name, positions in where.items()}
         for scheme in SCHEMES:
             if scheme != settings["scheme"]:
-                other = TinyLM(scheme, **{key: settings[key] for key in ("dim", "n_layer", "n_head", "max_len")})
+                torch.manual_seed(0)
+                other = TinyLM(scheme, **size_of(settings))
                 other.load_state_dict(model.state_dict(), strict=False)  # the shared weights; a learned table stays untrained
                 ppl[f"read as {scheme}"] = score.perplexity(score.span(other.to(args.device).eval(), corpus.val, L, length, args.device))
         rows.append(dict(scheme=settings["scheme"], seed=settings["seed"], ppl=ppl))
@@ -286,9 +289,16 @@ EXPERIMENTS = {"order": order, "no-encoding": no_encoding, "long": long, "swap":
 def trained_models(args, schemes=None):
     """The checkpoints of train_compare.py -> (models on the device, corpus, settings of the first)."""
     models = find_checkpoints([args.out], schemes or list(SCHEMES), args.seeds)
-    for model, _ in models:
+    for model, settings in models:
+        if trained_as(settings):
+            raise ValueError(f"{settings['scheme']} in {args.out} was {trained_as(settings)}; the experiments are about the plain training")
         model.to(args.device)
-    return models, load_corpus(models[0][1]["data"]), models[0][1]
+    trained = models[0][1]
+    corpus = load_corpus(trained["data"])
+    needed = 128 * trained["train_len"] + 1
+    if len(corpus.val) < needed:
+        raise ValueError(f"{corpus.name}: {len(corpus.val):,} held-out bytes are too few for the experiments (needed: {needed:,})")
+    return models, corpus, trained
 
 
 def main():
@@ -302,7 +312,8 @@ def main():
         for pair in args.sentences:
             permutation(*(text.encode() for text in pair))
         args.device = pick_device(args.device)
-        corpus = trained_models(args)[1] if set(args.experiments) - {"order"} else load_corpus()
+        needs = {name: ["rope"] if name == "long" else None for name in args.experiments if name != "order"}
+        corpus = [trained_models(args, schemes)[1] for schemes in needs.values()][-1] if needs else load_corpus()
         out = writable_folder(args.out)
     except ValueError as error:
         parser.error(str(error))

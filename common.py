@@ -95,7 +95,7 @@ def code_hash(*sources):
     """One short hash over pieces of Python source: what it does, whatever its comments, docstrings and line ends."""
     parts = []
     for source in sources:
-        tree = ast.parse(textwrap.dedent(source.decode()))
+        tree = ast.parse(textwrap.dedent(source.decode("utf-8-sig", "replace")))
         for node in ast.walk(tree):
             body = getattr(node, "body", None)
             if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):

@@ -79,24 +79,29 @@ def copy_accuracy(model, data, distance, count, first, device="cpu"):
     return right / (count * (STRING - SHOWN))
 
 
-def attention_by_distance(model, ids, window=0, queries=score.K):
-    """Attention weights of the last `queries` tokens by distance: ids (B, n) -> mean over tokens, heads and blocks, (n,)."""
+def attention_by_distance(model, ids, window=0, queries=score.K, read=None):
+    """Attention weights of the last `queries` tokens by distance: ids (B, n) -> mean over tokens, heads and blocks, (n,).
+
+    read: what to call in place of the model, as at_its_positions gives it.
+    """
     n, found, kept = ids.shape[1], [], [block.attention.attend for block in model.blocks]
 
-    def spy(q, k, v, scale=None, **options):
+    def spy(q, k, v, scale=None, attn_mask=None, **options):
         scores = (q[..., -queries:, :] @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
         distance = torch.arange(n - queries, n, device=q.device)[:, None] - torch.arange(n, device=q.device)  # (queries, n)
+        if attn_mask is not None:  # ALiBi's plain bias
+            scores = scores + attn_mask[..., -queries:, :]
         hidden = (distance < 0) | (distance >= (window or n))
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).mean(dim=(0, 1))  # (queries, n), by key
         by_distance = torch.zeros(queries, n, device=q.device).scatter_add_(1, distance.clamp(min=0), weights)
         found.append(by_distance.mean(0))
-        return attend(q, k, v, scale=scale, window=window, **options)
+        return attend(q, k, v, scale=scale, window=window, attn_mask=attn_mask, **options)
 
     try:
         for block in model.blocks:
             block.attention.attend = spy
         with torch.no_grad():
-            model(ids)
+            (read or model)(ids)
     finally:
         for block, own in zip(model.blocks, kept):
             block.attention.attend = own
@@ -121,7 +126,8 @@ def measure(models, data, what, windows, device):
             cells.append(("copy without the first", d, lambda d=d: copy_accuracy(reader, data, d, windows, False, device)))
         for n in (L, 4 * L):
             ids = torch.from_numpy(np.array(data[ends[:8, None] + np.arange(-n, 0)])).to(device)  # (8, n)
-            cells.append((f"attention at {n}", n, lambda ids=ids: np.cumsum(attention_by_distance(model, ids, settings["window"]))))
+            cells.append((f"attention at {n}", n, lambda ids=ids: np.cumsum(
+                attention_by_distance(model, ids, settings["window"], read=reader))))
         for kind, x, value in cells:
             if kind.split()[0] not in what:
                 continue
@@ -187,6 +193,9 @@ def tables(rows, L):
         shares.sort(key=lambda line: order.index(line[0]))
         text.append("Attention: the share that goes to the token itself, to the last 8, 64 and "
                     f"{L} tokens.\n\n" + markdown_table(["", "n", "1", "8", "64", L], shares))
+    notes = dict.fromkeys(f"{label(row)}, {row['what']}: {row['note']}" for row in rows if row["note"] and row["what"].startswith("attention"))
+    if notes:
+        text.append("– " + "; ".join(notes) + ".\n")
     return "\n".join(text)
 
 
@@ -198,6 +207,8 @@ def main():
         device = pick_device(args.device)
         models = find_checkpoints([args.out], args.schemes, args.seeds)
         trained = models[0][1]
+        if trained["train_len"] < score.K:
+            raise ValueError(f"the models were trained at {trained['train_len']} bytes; this needs at least {score.K}")
         corpus = load_corpus(trained["data"] if args.data is None else args.data)
         corpus.require(trained["train_len"] * round(max(COPY)) + STRING)
         score.fixed_ends(len(corpus.val), trained["train_len"] * round(max(USE)), 4 * args.windows)
@@ -216,7 +227,9 @@ def main():
         "trained": {key: trained[key] for key in SAME}, "rows": rows})
     write_csv(out / "context.csv", rows)
     write_file(out / "context.md", text)
-    plot_context(out / "context.png", [row for row in rows if row["value"] is not None], trained["train_len"])
+    drawn = [row for row in rows if row["value"] is not None]
+    if drawn:
+        plot_context(out / "context.png", drawn, trained["train_len"])
     print("\n" + text)
     print(f"wrote {out / 'context'}.json .csv .md .png")
 

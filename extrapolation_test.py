@@ -8,6 +8,9 @@ Writes extrapolation.json, .csv (long), _wide.csv, _pairs.csv, .md and .png into
 protocols (score.py has them in full): `span`, windows without overlap, and `fixed`, the same targets with more and more
 text before them, from which to argue.
 """
+import itertools
+import math
+import re
 import sys
 from pathlib import Path
 
@@ -22,7 +25,7 @@ from pos_learned import BEYOND
 from pos_rope import SCALINGS
 from report import buckets, label, markdown_table, mean_std, plot_extrapolation, plot_longer, spread, write_csv
 from tiny_lm import SCHEMES, TinyLM, load_model, reason, size_of
-from train_compare import at_its_positions, checkpoint_path, ways, with_options
+from train_compare import at_its_positions, checkpoint_path, try_out, ways, with_options
 
 QUICK = dict(out="results/quick", span_bytes=16384, windows=32)
 LONGER = dict(scaling=list(SCALINGS), beyond=["untrained", "clamp", "wrap", "interpolate"], window=[0, 1], times=(1, 2, 4, 8, 16),
@@ -75,7 +78,7 @@ def arguments():
 
 def find_checkpoints(folders, schemes, seeds):
     """The wanted checkpoints -> [(model, settings)], in the order of SCHEMES. ValueError if none, or of unlike training."""
-    found = []
+    found, paths = [], []
     patterns = [checkpoint_path(folder, scheme, seed) if scheme else Path(folder) / "checkpoints" / f"*-seed{seed}.pt"
                 for folder in folders for scheme in schemes or [None] for seed in seeds or ["*"]]
     for path in dict.fromkeys(path for pattern in patterns for path in sorted(pattern.parent.glob(pattern.name))):
@@ -83,6 +86,13 @@ def find_checkpoints(folders, schemes, seeds):
         settings = saved["settings"]
         if (schemes is None or settings["scheme"] in schemes) and (seeds is None or settings["seed"] in seeds):
             found.append((model, settings))
+            paths.append(path)
+    for folder in folders:
+        if len(folders) > 1 and not any(path.parent.parent == Path(folder) for path in paths):
+            raise ValueError(f"--from {folder}: no checkpoint in {Path(folder) / 'checkpoints'}")
+    absent = [seed for seed in seeds or () if found and seed not in {settings["seed"] for _, settings in found}]
+    if absent:
+        raise ValueError(f"--seeds {absent[0]}: no checkpoint of that seed in {', '.join(map(str, folders))}")
     missing = [s for s in schemes or () if s not in {settings["scheme"] for _, settings in found}]
     if missing or not found:
         flags = f" --schemes {' '.join(schemes)}" if set(missing) - set(SCHEMES) else ""
@@ -117,6 +127,8 @@ def trained_as(settings):
         words.append(f"trained with window {settings['window']}")
     if settings["copies"]:
         words.append("trained with copies")
+    if settings["finetuned_from"]:
+        words.append(f"fine-tuned after {settings['finetuned_from']['train_len']}")
     return ", ".join(words)
 
 
@@ -137,14 +149,14 @@ def measure(models, data, lengths, protocols, args, device):
     longest = max(lengths)
     stretch = score.span_length(lengths, args.span_bytes, len(data)) if "span" in protocols else 0
     ends = score.fixed_ends(len(data), longest, args.windows) if "fixed" in protocols else ()
-    plan = []
+    plan, as_it_is = [], lambda n: {}
     for model, settings in models:
-        chosen = (args.scaling, args.factor, args.beyond)
-        if args.longer and trained_as(settings):  # as it is, or the table would be too long
-            chosen = (["none"], None, ["untrained"])
-        for name, options in ways(settings, *chosen).items():
-            windows = [0] if name or args.longer and trained_as(settings) else args.window  # windows are for the model as it is
-            plan += [(model, settings, name, options, window) for window in windows]
+        if args.longer and trained_as(settings) and not any(map(given, ("--scaling", "--beyond", "--window"))):
+            plan.append((model, settings, "", as_it_is, 0))  # or the table would be too long
+            continue
+        plan += [(model, settings, name, options, 0)
+                 for name, options in ways(settings, args.scaling, args.factor, args.beyond).items() if name or 0 in args.window]
+        plan += [(model, settings, "", as_it_is, window) for window in args.window if 0 < window < (settings["window"] or longest)]
     bar = tqdm(total=len(plan) * len(lengths) * len(protocols), unit="cell", mininterval=0.1 if sys.stderr.isatty() else 30)
     known, previous = {}, None  # the scores of one checkpoint: where two ways are the same, they are made once
     for model, settings, name, options, window in plan:
@@ -175,7 +187,7 @@ def measure(models, data, lengths, protocols, args, device):
                             by_position.setdefault(who, []).append(positions)
                 except Exception as error:  # whatever a scheme raises at a length, its other cells and the other rows go on
                     limit = getattr(model.position, "max_len", None)
-                    row["note"] = (f"max_len {limit}" if isinstance(limit, int) and limit < n
+                    row["note"] = (f"max_len {limit}" if isinstance(limit, int) and limit < n and not settings["random_positions"]
                                    else str(error) if isinstance(error, ValueError)
                                    else "out of memory" if "memory" in str(error) else reason(error))
                 rows.append(row)
@@ -187,32 +199,35 @@ def measure(models, data, lengths, protocols, args, device):
 def paired(by_window):
     """{(label, seed, protocol, n): mean nats per window} -> a row per protocol, length and pair: a − b and its p-value.
 
-    The test is over the seeds that both have; with a single seed, over its windows.
+    The test is over the seeds that all rows of that protocol and length have; if it is one seed, over its windows.
     """
     found = []
-    for protocol, n in dict.fromkeys(key[2:] for key in by_window):
-        labels = list(dict.fromkeys(key[0] for key in by_window if key[2:] == (protocol, n)))
-        for i, a in enumerate(labels):
-            for b in labels[i + 1:]:
-                seeds = [key[1] for key in by_window if key == (a, key[1], protocol, n) and (b, key[1], protocol, n) in by_window]
-                each = [by_window[a, seed, protocol, n] - by_window[b, seed, protocol, n] for seed in seeds]
-                if each:
-                    p = score.paired_p([d.mean() for d in each] if len(each) > 1 else each[0])
-                    found.append(dict(protocol=protocol, n=n, a=a, b=b, nats_a_minus_b=round(float(np.mean(each)), 5),
-                                      p=float(f"{p:.3g}"), over=f"{len(each)} seeds" if len(each) > 1 else f"{len(each[0])} windows"))
+    for column in dict.fromkeys(key[2:] for key in by_window):
+        seeds = {}
+        for who, seed, *rest in by_window:
+            if tuple(rest) == column:
+                seeds.setdefault(who, []).append(seed)
+        common = [seed for seed in next(iter(seeds.values())) if all(seed in each for each in seeds.values())]
+        for a, b in itertools.combinations(seeds, 2):
+            each = [by_window[a, seed, *column] - by_window[b, seed, *column] for seed in common]
+            if each:
+                p = score.paired_p([d.mean() for d in each] if len(each) > 1 else each[0])
+                found.append(dict(protocol=column[0], n=column[1], a=a, b=b, nats_a_minus_b=round(float(np.mean(each)), 6),
+                                  p=p and float(f"{p:.3g}"), over=f"{len(each)} seeds" if len(each) > 1 else f"{len(each[0])} windows"))
     return found
 
 
-def not_told_apart(pairs, summary, protocol, n):
-    """The labels of the best row of a column, and of those that the paired test (Holm's correction, 5 %) cannot tell from it."""
-    cells = [c for c in summary if (c["protocol"], c["n"]) == (protocol, n) and c["nll"] is not None]
-    if not cells:
-        return set()
-    best = label(min(cells, key=lambda c: c["nll"]))
-    against = {pair["b"] if pair["a"] == best else pair["a"]: pair["p"] for pair in pairs
-               if (pair["protocol"], pair["n"]) == (protocol, n) and best in (pair["a"], pair["b"])}
-    adjusted = score.holm(list(against.values()))
-    return {best} | {name for name, p in zip(against, adjusted) if p >= 0.05}
+def not_told_apart(pairs, protocol, n):
+    """The labels of the best row of a column, and of those within 5 % of it that the test (Holm's correction, 5 %) cannot tell
+    from it. Few seeds decide little: without the 5 %, rows that are clearly worse would be among them."""
+    pairs = [pair for pair in pairs if (pair["protocol"], pair["n"]) == (protocol, n)]
+    names = list(dict.fromkeys(name for pair in pairs for name in (pair["a"], pair["b"])))
+    behind = lambda name: max((pair["nats_a_minus_b"] * (1 if pair["a"] == name else -1) for pair in pairs if name in (pair["a"], pair["b"])), default=0)
+    best = next((name for name in names if behind(name) <= 0), None)
+    against = [pair for pair in pairs if best in (pair["a"], pair["b"])]
+    adjusted = score.holm([1.0 if pair["p"] is None else pair["p"] for pair in against])
+    return {best} | {pair["b"] if pair["a"] == best else pair["a"] for pair, p in zip(against, adjusted)
+                     if p >= 0.05 and abs(pair["nats_a_minus_b"]) <= math.log(1.05)}
 
 
 def summarise(rows):
@@ -252,7 +267,7 @@ def tables(rows, summary, pairs, lengths, protocols, train_len):
     text = []
     for protocol in protocols:
         lines = []
-        bold = {n: not_told_apart(pairs, summary, protocol, n) for n in lengths}
+        bold = {n: not_told_apart(pairs, protocol, n) for n in lengths}
         for who in dict.fromkeys(map(label, rows)):
             line, ppl = [who], {}
             for n in lengths:
@@ -276,7 +291,7 @@ def tables(rows, summary, pairs, lengths, protocols, train_len):
     many = any("," in each for each in named.values())
     over = "seeds" if many else "windows"
     note = (f"Trained at {train_len} bytes. {'Mean ± sample standard deviation over seeds' if many else 'Seed'} {which}. Bold: the best "
-            f"of a column, and what a paired t-test over {over} (5 %, Holm's correction) cannot tell from it.")
+            f"of a column, and what is within 5 % of it and cannot be told from it by a paired t-test over {over} (5 %, Holm's correction).")
     return note + "\n\n" + "\n".join(text)
 
 
@@ -284,8 +299,11 @@ def prepare(args):
     """Everything that can be wrong with the arguments is found here, before anything is measured or written."""
     for flag in ("schemes", "seeds", "lengths", "scaling", "beyond", "window", "sources"):
         distinct(f"--{'from' if flag == 'sources' else flag}", getattr(args, flag) or [])
-    if not args.name or Path(args.name).name != args.name:
-        raise ValueError(f"--name '{args.name}' is not the name of a file; the folder is --out")
+    if not re.fullmatch(r"[A-Za-z0-9][\w-]{0,60}", args.name) or args.name.startswith(("train_compare", "finetune", "context", "break_", "bench_")):
+        raise ValueError(f"--name '{args.name}' is not a name for these files: letters, digits, - and _, and not that of other results; "
+                         "the folder is --out")
+    if args.factor is not None and set(args.scaling) == {"none"}:
+        raise ValueError(f"--factor {args.factor:g} goes with --scaling linear, ntk, dynamic, yarn or llama3")
     if args.factor is not None and args.factor < 1:
         raise ValueError(f"--factor {args.factor:g} is below 1: it is the wanted over the trained length")
     device = pick_device(args.device)
@@ -309,6 +327,10 @@ def prepare(args):
     protocols = ["span", "fixed"] if args.protocol == "both" else [args.protocol]
     if "span" in protocols:
         score.span_length(lengths, args.span_bytes, len(corpus.val))
+    for scheme in {settings["scheme"] for _, settings in models if ".py:" in settings["scheme"]}:  # a window may let it see ahead
+        for window in filter(None, args.window):
+            size = next(size_of(settings) for _, settings in models if settings["scheme"] == scheme)
+            try_out(scheme, size | {"window": window}, 2 * window, device, dtype)
     for model, _ in models:
         model.to(device, dtype)
     writable_folder(args.out)
@@ -339,8 +361,7 @@ def main():
         "by_position": {"window": max(lengths), "nats_in_equal_buckets": curves}})
     write_csv(out / f"{args.name}.csv", rows)
     write_csv(out / f"{args.name}_wide.csv", wide(rows, lengths))
-    if pairs:
-        write_csv(out / f"{args.name}_pairs.csv", pairs)
+    write_csv(out / f"{args.name}_pairs.csv", pairs or [dict.fromkeys(("protocol", "n", "a", "b", "nats_a_minus_b", "p", "over"))])
     write_file(out / f"{args.name}.md", text)
     drawn = [cell for cell in summary if cell["ppl"] is not None]
     if drawn and any(cell["variant"] for cell in drawn):

@@ -5,12 +5,13 @@
     python train_compare.py --finetune-from rope alibi --scaling linear ntk yarn --train-len 1024 --steps 100
                                        # what is trained already, on longer windows, into results/finetune/
 
-Writes train_compare.json, .csv, .md and .png and checkpoints/ into --out (finetune.* when fine-tuning). A (scheme, seed) that is already trained
-with the same settings and code is not trained again (see --force), so an interrupted comparison goes on with the first
-model that was not finished.
+Writes train_compare.json, .csv, .md and .png (fine-tuning: finetune.json, .csv and .md) and checkpoints/ into --out. A
+(scheme, seed) that is already trained with the same settings and code is not trained again (see --force), so an interrupted
+comparison goes on with the first model that was not finished.
 """
 import copy
 import functools
+import hashlib
 import inspect
 import io
 import math
@@ -29,6 +30,7 @@ from common import (HERE, Parser, code_hash, distinct, given, pick_device, pick_
                     write_file, write_json)
 from data.corpus import NUMPY_SHA256, load_corpus
 from pos_rope import SCALINGS
+from pos_sin import SinusoidalPositionalEncoding
 from report import markdown_table, plot_loss_curves, spread, write_csv
 from tiny_lm import SCHEMES, TinyLM, load_model, parse_scheme, reason, size_of
 
@@ -55,17 +57,18 @@ def arguments():
     what.add_argument("--data", default="numpy",
                       help="numpy (the installed NumPy's sources, the default), shakespeare, or a file, folder or glob")
     other = parser.add_argument_group("trained in another way, the same for every scheme")
-    other.add_argument("--random-positions", type=whole(1), default=0, metavar="MAX",
+    other.add_argument("--random-positions", type=whole(0), default=0, metavar="MAX",
                        help="train at ordered random positions below MAX, other ones each step (Ruoss et al. 2023)")
-    other.add_argument("--window", type=whole(1), default=0, metavar="N", help="a token sees the last N tokens only")
+    other.add_argument("--window", type=whole(0), default=0, metavar="N", help="a token sees the last N tokens only; 0: all (default)")
     other.add_argument("--copies", action="store_true",
                        help="half of the windows repeat a random string, for context_test.py's long-range copy")
-    tune = parser.add_argument_group("fine-tuning")
+    tune = parser.add_argument_group("fine-tuning (defaults there: --steps 100, --lr 0.005, --adam-lr 0.004, as many bytes per step as in the "
+                                     "training, --out results/finetune; what is not said is as in the checkpoint)")
     tune.add_argument("--finetune-from", nargs="+", metavar="SCHEME",
-                      help="go on from the checkpoints of these schemes, in the network and text they have, with fresh optimizers")
+                      help="go on from the checkpoints of these schemes, with fresh optimizers")
     tune.add_argument("--from", dest="source", metavar="FOLDER", help="where those checkpoints are (default: results)")
     tune.add_argument("--scaling", nargs="+", choices=[kind for kind in SCALINGS], metavar="KIND",
-                      help=f"{' '.join(SCALINGS)}: rope models are scaled by the new length over the old (default: none)")
+                      help=f"{' '.join(SCALINGS)}: rope is rescaled by the new length over the old, and sin by linear (default: none)")
     size = parser.add_argument_group("network and recipe, the same for every scheme")
     size.add_argument("--steps", type=whole(1), default=500, help="optimizer steps (default: 500)")
     size.add_argument("--batch-size", type=whole(1), default=32, help="windows per step (default: 32)")
@@ -210,13 +213,15 @@ def train_and_score(settings, corpus, device, dtype, start=None):
                parameters=None, position_parameters=None, seconds=None, tokens_per_second=None, dtype=settings["dtype"], note="",
                curve={"step": [], "loss": []})
     quiet = 0.1 if sys.stderr.isatty() else 30  # seconds between updates
-    watched = {"step": [], "ppl": []}
+    watched, watching = {"step": [], "ppl": []}, []
     ends = score.fixed_ends(len(corpus.val), n, WATCHED_WINDOWS) if start else None
 
     def watch(model, step):
         if step in WATCHED or step == settings["steps"]:
+            since = time.perf_counter()
             watched["step"].append(step)
             watched["ppl"].append(score.scores(score.fixed(at_its_positions(model, settings), corpus.val, n, ends, device))["ppl"])
+            watching.append(time.perf_counter() - since)
 
     started = time.perf_counter()
     with tqdm(total=settings["steps"], desc=f"{settings['scheme']}, seed {settings['seed']}", unit="step", mininterval=quiet) as bar:
@@ -228,7 +233,7 @@ def train_and_score(settings, corpus, device, dtype, start=None):
             if "memory" not in str(error):
                 raise
             return None, row | {"note": "out of memory; try a smaller --batch-size"}
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - started - sum(watching)
     span = score.span(at_its_positions(model, settings), corpus.val, n,
                       score.span_length([n], score.SPAN_BYTES, len(corpus.val)), device)
     scored = score.scores(span)
@@ -246,22 +251,25 @@ def checkpoint_path(out, scheme, seed):
     return Path(out) / "checkpoints" / (re.sub(r"[^A-Za-z0-9=.,+_-]+", "-", scheme).strip("-.") + f"-seed{seed}.pt")
 
 
-def try_out(scheme, size, length, device, dtype):
+def try_out(scheme, size, length, device, dtype, maximum=0):
     """A forward and a backward as in training, so that a scheme that cannot work is told before anything is trained.
+
+    maximum: of the random positions, if there are any.
 
     The two sequences differ in their last byte only: an attention that sees what it predicts shows it in earlier logits.
     """
     ids = torch.arange(length).repeat(2, 1)
     ids[1, -1] += 1
     ids = (ids % 256).to(device, torch.uint8)
+    positions = torch.arange(maximum - length, maximum, device=device) if maximum else None
     try:
         model = TinyLM(scheme, **size).to(device)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.normal_(0, 0.2)  # the output projections start at zero, and would hide what a block does
-            exact = model(ids)  # (2, T, 256)
+            exact = model(ids, positions)  # (2, T, 256)
         if exact.shape == (2, length, 256):
-            model.to(dtype)(ids).float().square().sum().backward()
+            model.to(dtype)(ids, positions).float().square().sum().backward()
     except ValueError:
         raise
     except Exception as error:  # somebody's own class may raise anything
@@ -289,7 +297,7 @@ def prepare(args):
     L = lengths[-1]
     starts = finetune_starts(args, L) if args.finetune_from else [(scheme, seed, None, {}) for scheme in args.schemes
                                                                   for seed in args.seeds]
-    data = starts[0][3].get("data", args.data)
+    data = args.data if given("--data") else starts[0][3].get("data", args.data)
     for key in ("window", "random_positions", "copies"):
         if args.finetune_from and not given(f"--{key.replace('_', '-')}"):
             setattr(args, key, starts[0][3][key])  # as in the training so far
@@ -303,9 +311,9 @@ def prepare(args):
     paths, runs, tried = {}, [], set()
     for scheme, seed, start, parent in starts:
         cls, _ = parse_scheme(scheme)
-        kept = {key: parent[key] for key in ("dim", "n_layer", "n_head", "max_len") if parent}
+        kept = {key: parent[key] for key in ("dim", "n_layer", "n_head", "max_len", "trained_len") if parent}
         if scheme not in tried:
-            try_out(scheme, size | kept, L, device, dtype)
+            try_out(scheme, size | kept, L, device, dtype, args.random_positions)
             tried.add(scheme)
         parts = [batch, learning_rate, optimizers, train] + [copies] * args.copies + [random_positions] * bool(args.random_positions)
         functions = [inspect.getsource(part).encode() for part in parts]
@@ -319,17 +327,24 @@ def prepare(args):
             **(size | kept), random_positions=args.random_positions, copies=args.copies, lr=args.lr, adam_lr=args.adam_lr,
             dtype=str(dtype).removeprefix("torch."), data=data, sha256=corpus.sha256, held_out=corpus.held_out,
             code=code_hash(*functions, *(file.read_bytes() for file in files)),
-            finetuned_from=parent or None)))
+            finetuned_from=parent | {"weights": weights_hash(start)} if parent else None)))
     return device, dtype, corpus, runs
+
+
+def weights_hash(weights):
+    """One short hash of a state dict."""
+    return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights.values())).hexdigest()[:16]
 
 
 def finetune_starts(args, length):
     """The checkpoints to go on from, and what they become -> [(scheme, seed, weights, their settings)]."""
     source, starts = Path(args.source or ("results/quick" if args.quick else "results")), []
     kinds = args.scaling or ["none"]
+    if length < score.K:
+        raise ValueError(f"--train-len {length}: fine-tuning is watched under the fixed protocol, which needs at least {score.K}")
     if source.resolve() == Path(args.out).resolve():
         raise ValueError(f"--out {args.out} holds the checkpoints to start from; write into another folder")
-    for flag in ("--schemes", "--data", "--dim", "--n-layer", "--n-head"):
+    for flag in ("--schemes", "--dim", "--n-layer", "--n-head"):
         if given(flag):
             raise ValueError(f"{flag} does not go with --finetune-from: it is that of the checkpoint")
     for scheme in args.finetune_from:
@@ -362,18 +377,18 @@ def ways(settings, scaling, factor=None, beyond=("untrained",)):
     """How a checkpoint can be read past its length L -> {name: (n -> options of the scheme)}; as it is: no name, no options."""
     scheme, L = settings["scheme"], settings["train_len"]
     cls, chosen = parse_scheme(scheme)
-    takes = inspect.signature(cls).parameters
+    takes = set(inspect.signature(cls).parameters) - set(chosen)
     s = lambda n: factor or max(1, n / L)
     as_it_is = lambda n: {}
     if settings["random_positions"]:  # it has seen larger positions than L, so that L says nothing of them
         return {"": as_it_is}
-    if {"scaling", "factor", "trained_len"} <= set(takes) and "scaling" not in chosen:
+    if {"scaling", "factor", "trained_len"} <= takes:
         scaled = lambda kind: lambda n: dict(scaling=kind, factor=s(n), trained_len=L) if s(n) > 1 or factor else {}
         return {"" if kind == "none" else kind: as_it_is if kind == "none" else scaled(kind) for kind in scaling}
-    if "factor" in takes and "factor" not in chosen:
+    if issubclass(cls, SinusoidalPositionalEncoding) and "factor" in takes:
         kinds = [kind for kind in scaling if kind in ("none", "linear")] or ["none"]
         return {"" if kind == "none" else kind: as_it_is if kind == "none" else lambda n: dict(factor=s(n)) for kind in kinds}
-    if "beyond" in takes and "beyond" not in chosen:
+    if {"beyond", "trained_len"} <= takes:
         policy = lambda kind: lambda n: dict(beyond=kind, trained_len=L) if n > L else {}
         return {"" if kind == "untrained" else kind: as_it_is if kind == "untrained" else policy(kind) for kind in beyond}
     return {"": as_it_is}
@@ -422,22 +437,21 @@ def write_finetune(out, rows, about, train_len):
         for step, ppl in zip(*row["curve"].get("watched", {"step": [], "ppl": []}).values()):
             flat.append(dict(scheme=row["scheme"], seed=row["seed"], step=step, tokens=row["tokens"] * step // row["steps"],
                              n=train_len, protocol="fixed", ppl=ppl))
-    steps = sorted({line["step"] for line in flat})
+    steps, alibi = sorted({line["step"] for line in flat}), any(line["scheme"] == "alibi" for line in flat)
+    at = lambda scheme, step: [line["ppl"] for line in flat if (line["scheme"], line["step"]) == (scheme, step) and line["ppl"]]
+    reaches = lambda scheme, step: at(scheme, step) and np.mean(at(scheme, step)) <= np.mean(at("alibi", 0))
     for scheme in dict.fromkeys(row["scheme"] for row in rows):
-        cell = lambda step: spread([line["ppl"] for line in flat if (line["scheme"], line["step"]) == (scheme, step)])
-        notes = sorted({row["note"] for row in rows if row["scheme"] == scheme and row["note"]})
-        table.append([scheme, *map(cell, steps), "; ".join(notes)])
+        mine = [row for row in rows if row["scheme"] == scheme]
+        when = [next((step for step in steps if reaches(scheme, step)), f"> {steps[-1]}")] if alibi else []
+        table.append([scheme, len(mine), *(spread(at(scheme, step)) for step in steps), *when,
+                      "; ".join(sorted({row["note"] for row in mine if row["note"]}))])
     if flat:
         write_csv(out / "finetune.csv", flat)
     tokens = {line["step"]: line["tokens"] for line in flat}
-    header = ["steps of fine-tuning (tokens)"] + [f"{step} ({tokens[step] / 1000:.0f}k)" for step in steps] + ["note"]
-    seeds = ", ".join(map(str, dict.fromkeys(row["seed"] for row in rows)))
-    mean = lambda scheme, step: np.mean([line["ppl"] or np.inf for line in flat if (line["scheme"], line["step"]) == (scheme, step)] or np.inf)
-    if any(line["scheme"] == "alibi" for line in flat):
-        header.insert(-1, "steps to ALiBi's start")
-        for line in table:
-            line.insert(-1, next((step for step in steps if mean(line[0], step) <= mean("alibi", 0)), f"> {steps[-1]}"))
-    text = f"Fixed-target perplexity at n = {train_len} while fine-tuning there. Seeds {seeds}.\n\n" + markdown_table(header, table)
+    header = (["steps of fine-tuning (tokens)", "seeds"] + [f"{step} ({tokens[step] / 1000:.0f}k)" for step in steps]
+              + ["steps to ALiBi's start"] * alibi + ["note"])
+    text = (f"Fixed-target perplexity at n = {train_len} while fine-tuning there. The rates fall to 5 % over these {steps[-1] if steps else 0} "
+            "steps: a run of fewer would end lower than the same step shows here.\n\n" + markdown_table(header, table))
     write_file(out / "finetune.md", text)
     return text
 
@@ -452,7 +466,10 @@ def main():
         parser.error(str(error))
     print(f"{corpus.name}: {len(corpus.train):,} bytes to train on, {len(corpus.val):,} held out; "
           f"{device.type}, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads")
-    if runs[0][2]["data"] == "numpy" and corpus.sha256 != NUMPY_SHA256:
+    parent = runs[0][2]["finetuned_from"]
+    if parent and (corpus.sha256, corpus.held_out) != (parent["sha256"], parent["held_out"]):
+        print("notice: the checkpoints were trained on other text, or another part of it; what is held out here may have been seen there")
+    elif runs[0][2]["data"] == "numpy" and corpus.sha256 != NUMPY_SHA256:
         print(f"notice: this is not the text of the committed results (that is NumPy 2.4.6); its SHA-256 is {corpus.sha256}")
     about, rows = provenance(corpus, device, dtype), []
     write = functools.partial(write_finetune, train_len=max(args.train_len)) if args.finetune_from else write_results

@@ -103,3 +103,36 @@ def test_wrong_arguments(cli, out):
                            ("swap --seeds 7", "no checkpoint"), ("swap --device abacus", "no such device")):
         code, stdout, stderr = cli(break_position, "--out", out, *wrong.split())
         assert code == 2 and stdout == "" and message in stderr and stderr.count("\n") == 1
+
+
+def test_sentences_that_cannot_differ(cli, out):
+    for pair in (("ab", "ab"), ("", "")):
+        code, _, stderr = cli(break_position, "order", "--sentences", *pair, "--out", out)
+        assert code == 2 and "twice; give two sentences that differ in order" in stderr
+
+
+def test_long_and_swap_read_what_they_say(cli, out):
+    """Against models built by hand: `long` with yarn at 16 × 64, `swap` of RoPE's weights read as ALiBi."""
+    import score
+    from data.corpus import load_corpus
+    from tiny_lm import TinyLM, load_model
+    assert cli(break_position, "long", "swap", "--quick", "--out", out, "--device", "cpu")[0] == 0
+    val = load_corpus(str(out.parent / "words.txt")).val
+    weights = load_model(out / "checkpoints" / "rope-seed0.pt")[0].state_dict()
+    yarn = TinyLM("rope:scaling=yarn,factor=16,trained_len=64", 16, 2, 2)
+    yarn.load_state_dict(weights)
+    nats = score.span(yarn, val, 1024, len(val) // 1024 * 1024).mean(0)
+    row = next(row for row in json.loads((out / "break_long.json").read_text())["rows"] if row["way"] == "yarn")
+    assert row["first"] == pytest.approx(math.exp(nats[:64].mean())) and row["last"] == pytest.approx(math.exp(nats[-64:].mean()))
+    assert row["ppl"] == pytest.approx(math.exp(nats.mean())) and row["breaks_at"] == first_break(nats, 64)
+    alibi = TinyLM("alibi", 16, 2, 2)
+    alibi.load_state_dict(weights)
+    row = next(row for row in json.loads((out / "break_swap.json").read_text())["rows"] if row["scheme"] == "rope")
+    assert row["ppl"]["read as alibi"] == pytest.approx(score.perplexity(score.span(alibi, val, 64, 64 * 64)))
+
+
+def test_models_of_another_training_are_refused(cli, out, tmp_path):
+    base = "--steps 2 --batch-size 2 --train-len 64 --dim 16 --n-layer 1 --n-head 2 --dtype fp32 --device cpu --schemes rope --window 8".split()
+    assert cli(train_compare, *base, "--data", out.parent / "words.txt", "--out", tmp_path / "w")[0] == 0
+    code, _, stderr = cli(break_position, "long", "--out", tmp_path / "w", "--device", "cpu")
+    assert code == 2 and "rope in" in stderr and "was trained with window 8; the experiments are about the plain training" in stderr

@@ -100,11 +100,11 @@ def test_out_of_memory_marks_the_cell_and_goes_on():
             if ids.shape[1] > 100:
                 raise RuntimeError("CUDA out of memory")
             return torch.zeros(*ids.shape, 256)
-    settings = dict(scheme="none", seed=0, train_len=64, train_lens=[64], window=0, random_positions=0, copies=False)
+    settings = dict(scheme="none", seed=0, train_len=64, train_lens=[64], window=0, random_positions=0, copies=False, finetuned_from=None)
     rows, _, by_window = measure([(Hungry(), settings)], np.zeros(5000, np.uint8), [64, 128, 64 * 4], ["fixed"], ASKED, "cpu")
     assert [row["note"] for row in rows] == ["", "out of memory", "out of memory"]
     text = tables(rows, summarise(rows), paired(by_window), [64, 128, 256], ["fixed"], 64)
-    assert "| none | **256.0** | out of memory | out of memory | 64 |" in text
+    assert "| none | 256.0 | out of memory | out of memory | 64 |" in text
 
 
 @pytest.mark.parametrize("wrong, message", [
@@ -224,8 +224,8 @@ def test_longer_has_a_row_for_every_way(cli, out):
     assert code == 0 and not (out / "extrapolation.json").exists()
     rows = rows_of(out, "longer")
     variants = {s: [v for v in dict.fromkeys(key[1] for key in rows if key[0] == s)] for s in SCHEMES}
-    assert variants == dict(learned=["", "window 16", "clamp", "wrap", "interpolate"], sin=["", "window 16", "linear"], alibi=["", "window 16"],
-                            rope=["", "window 16", "linear", "ntk", "dynamic", "yarn", "llama3"], none=["", "window 16"])
+    assert variants == dict(learned=["", "clamp", "wrap", "interpolate", "window 16"], sin=["", "linear", "window 16"], alibi=["", "window 16"],
+                            rope=["", "linear", "ntk", "dynamic", "yarn", "llama3", "window 16"], none=["", "window 16"])
     assert {key[4] for key in rows} == {16, 32, 64, 128, 256}
     for (scheme, variant, seed, protocol, n), row in rows.items():
         plain = rows[scheme, "", seed, protocol, n]["ppl"]
@@ -283,17 +283,47 @@ def test_folders_in_one_table(cli, out, trained, tmp_path):
     assert code == 2 and "is there twice" in stderr
 
 
-def test_pairs_and_what_cannot_be_told_apart():
+def columns(means, spread=0.0):
     import numpy as np
+    return {(name, seed, "fixed", 64): np.array([value - 0.1, value + 0.1]) for name, values in means.items() for seed, value in enumerate(values)}
+
+
+def test_pairs_and_what_cannot_be_told_apart():
     means = {"a": [1.0, 1.1, 1.2], "b": [1.5, 1.6, 1.71], "c": [1.01, 1.08, 1.22]}
-    by_window = {(name, seed, "fixed", 64): np.array([value - 0.1, value + 0.1]) for name, values in means.items() for seed, value in enumerate(values)}
-    pairs = {(p["a"], p["b"]): p for p in paired(by_window)}
+    found = paired(columns(means))
+    pairs = {(p["a"], p["b"]): p for p in found}
     assert list(pairs) == [("a", "b"), ("a", "c"), ("b", "c")] and pairs["a", "b"]["over"] == "3 seeds"
     assert pairs["a", "b"]["nats_a_minus_b"] == pytest.approx(-0.50333, abs=1e-5) and pairs["a", "b"]["p"] < 1e-4 and pairs["a", "c"]["p"] > 0.5
-    summary = [dict(scheme=name, variant="", protocol="fixed", n=64, nll=sum(v) / 3) for name, v in means.items()]
-    assert extrapolation_test.not_told_apart(list(pairs.values()), summary, "fixed", 64) == {"a", "c"}
-    single = paired({key: value for key, value in by_window.items() if key[1] == 0})
+    assert extrapolation_test.not_told_apart(found, "fixed", 64) == {"a", "c"}
+    single = paired({key: value for key, value in columns(means).items() if key[1] == 0})
     assert single[0]["over"] == "2 windows"
+    assert extrapolation_test.not_told_apart([], "fixed", 64) == {None}
+
+
+def test_a_row_that_is_much_worse_is_never_bold():
+    """However little three seeds can decide: b is worse by 0.5 ± 0.6 nats."""
+    found = paired(columns({"a": [1.0, 1.0, 1.0], "b": [1.1, 1.2, 2.2]}))
+    assert found[0]["p"] > 0.05 and extrapolation_test.not_told_apart(found, "fixed", 64) == {"a"}
+
+
+def test_holm_decides_and_not_each_p_alone():
+    rows = {"a": [1.0, 1.0, 1.0], "b": [1.010, 1.012, 1.015], "c": [1.010, 1.012, 1.016]}  # each p about 0.014, doubled 0.03
+    found = paired(columns(rows))
+    assert extrapolation_test.not_told_apart(found, "fixed", 64) == {"a"}
+    many = rows | {f"d{i}": [1.010, 1.012, 1.016 + i / 1e4] for i in range(4)}
+    assert extrapolation_test.not_told_apart(paired(columns(many)), "fixed", 64) >= {"a", "b", "c"}
+
+
+def test_all_rows_of_a_column_are_compared_over_the_same_seeds():
+    import numpy as np
+    means = columns({"a": [1.0, 1.1], "b": [1.02, 1.13]})
+    means["c", 1, "fixed", 64] = np.array([1.0, 1.3, 1.2])
+    means["a", 1, "fixed", 64], means["b", 1, "fixed", 64] = np.array([1.0, 1.1, 1.3]), np.array([1.1, 1.1, 1.35])
+    found = paired(means)
+    assert {pair["over"] for pair in found} == {"3 windows"}
+    assert found[0]["nats_a_minus_b"] == pytest.approx(-0.05)  # of seed 1 alone
+    none_in_common = {key: value for key, value in means.items() if key[:2] != ("b", 1)}
+    assert paired(none_in_common) == []
 
 
 @pytest.mark.parametrize("wrong, message", [
@@ -301,12 +331,63 @@ def test_pairs_and_what_cannot_be_told_apart():
     ("--scaling yarn --schemes alibi none", "--scaling yarn: none of the models takes it"),
     ("--beyond wrap --schemes rope", "--beyond wrap: none of the models takes it"),
     ("--scaling yarn yarn", "--scaling: yarn is given 2 times"),
-    ("--factor 0.5", "--factor 0.5 is below 1"),
+    ("--factor 0.5 --scaling ntk", "--factor 0.5 is below 1"),
     ("--window -1", "'-1' is not a whole number from 0"),
-    ("--name a/b", "--name 'a/b' is not the name of a file"),
+    ("--name a/b", "--name 'a/b' is not a name for these files"),
+    ("--name ..", "is not a name for these files"),
+    ("--name train_compare", "is not a name for these files"),
     ("--from nowhere", "no checkpoint in nowhere/checkpoints"),
+    ("--factor 4", "--factor 4 goes with --scaling"),
+    ("--seeds 0 7", "--seeds 7: no checkpoint of that seed"),
 ])
 def test_wrong_ways_get_one_line(cli, out, wrong, message):
     code, stdout, stderr = cli(extrapolation_test, "--out", out, *wrong.split())
     assert code == 2 and stdout == "" and message in stderr and stderr.count("\n") == 1
     assert not list(out.glob("*.md")) or list(out.glob("*.md")) == [out / "train_compare.md"]
+
+
+def test_a_folder_without_checkpoints_is_said(cli, out):
+    code, _, stderr = cli(extrapolation_test, "--from", out, out / "nowhere", "--out", out)
+    assert code == 2 and f"--from {out / 'nowhere'}: no checkpoint in" in stderr
+
+
+def test_windows_do_not_need_the_plain_row(cli, out):
+    code, *_ = cli(extrapolation_test, "--out", out, *CPU, "--lengths", 64, "--seeds", 0, "--schemes", "rope", "--protocol", "span", "--span-bytes", 1024,
+                   "--scaling", "yarn", "--window", 5)
+    assert code == 0 and {key[1] for key in rows_of(out)} == {"yarn", "window 5"}
+
+
+def test_one_window_has_no_p_value(cli, out):
+    code, *_ = cli(extrapolation_test, "--out", out, *CPU, "--lengths", 64, "--seeds", 0, "--schemes", "rope", "sin", "--protocol", "span", "--span-bytes", 64)
+    assert code == 0 and next(csv.DictReader(io.StringIO((out / "extrapolation_pairs.csv").read_text())))["p"] == ""
+    code, *_ = cli(extrapolation_test, "--out", out, *CPU, "--lengths", 64, "--seeds", 0, "--schemes", "rope", "--protocol", "span", "--span-bytes", 1024)
+    assert (out / "extrapolation_pairs.csv").read_text().splitlines()[1:] == [",,,,,,"]  # nothing of the run before
+
+
+def test_options_that_are_in_the_scheme_already(cli, trained, tmp_path):
+    (tmp_path / "own.py").write_text("import torch\nfrom torch import nn\nclass Own(nn.Module):\n    def __init__(self, dim, factor=2.0):\n        super().__init__()\n"
+                                     "        self.dim, self.factor = dim, factor\n    def forward(self, positions):\n        return self.factor * torch.ones(len(positions), self.dim)\n")
+    base = "--steps 2 --batch-size 2 --train-len 64 --dim 16 --n-layer 1 --n-head 2 --dtype fp32 --device cpu".split()
+    schemes = ("rope:scaling=none", "rope:scaling=linear,factor=2", "sin:factor=2", "learned:beyond=wrap", f"{tmp_path / 'own.py'}:Own")
+    assert cli(train_compare, *base, "--data", trained.parent / "words.txt", "--out", tmp_path / "o", "--schemes", *schemes)[0] == 0
+    assert cli(extrapolation_test, *CPU, "--longer", "--out", tmp_path / "o", "--lengths", 64, 128, "--span-bytes", 1024, "--windows", 4, "--window", 0)[0] == 0
+    rows = rows_of(tmp_path / "o", "longer")
+    assert {key[:2] for key in rows} == {(scheme, "") for scheme in schemes} and all(row["ppl"] for row in rows.values())
+
+
+def test_a_window_that_lets_an_own_attention_see_ahead_is_refused(cli, trained, tmp_path):
+    (tmp_path / "own.py").write_text("""import torch
+from torch import nn
+class Bool(nn.Module):
+    def __init__(self, dim, n_head, attend=torch.nn.functional.scaled_dot_product_attention):
+        super().__init__()
+        self.qkv, self.out, self.attend = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False), attend
+    def forward(self, x, positions=None):
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        T = x.shape[1]
+        return self.out(self.attend(q, k, v, attn_mask=torch.ones(T, T, dtype=torch.bool).tril())[:, 0])
+""")
+    base = "--steps 2 --batch-size 2 --train-len 64 --dim 16 --n-layer 1 --n-head 1 --dtype fp32 --device cpu".split()
+    assert cli(train_compare, *base, "--data", trained.parent / "words.txt", "--out", tmp_path / "o", "--schemes", f"{tmp_path / 'own.py'}:Bool")[0] == 0
+    code, _, stderr = cli(extrapolation_test, *CPU, "--out", tmp_path / "o", "--window", 0, 8)
+    assert code == 2 and "sees what it is to predict" in stderr

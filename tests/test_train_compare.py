@@ -411,7 +411,8 @@ def test_finetuning_goes_on_from_the_checkpoint(cli, parent, tmp_path):
     model, saved = load_model(tuned / "checkpoints" / (names[3] + "-seed0.pt"))
     settings = saved["settings"]
     assert (settings["train_len"], settings["batch_size"], settings["max_len"], settings["steps"]) == (64, 1, 256, 5)  # 2·16/64 rows, at least 1
-    assert settings["finetuned_from"] == load_model(parent / "checkpoints" / "rope-seed0.pt")[1]["settings"]
+    old, before = load_model(parent / "checkpoints" / "rope-seed0.pt")
+    assert settings["finetuned_from"] == before["settings"] | {"weights": train_compare.weights_hash(old.state_dict())}
     watched = saved["row"]["curve"]["watched"]
     assert watched["step"] == [0, 5] and model.blocks[0].attention.scaling["scaling"] == "yarn"
     # before the first step it is the parent, read with that scaling
@@ -440,14 +441,19 @@ def test_finetuning_goes_on_from_the_checkpoint(cli, parent, tmp_path):
     ("--finetune-from rope rope", "--finetune-from: rope is given 2 times"),
     ("--finetune-from rope --scaling cubic", "invalid choice: 'cubic'"),
     ("--finetune-from alibi --scaling yarn --train-len 64", "--scaling yarn: none of these schemes takes it"),
-    ("--finetune-from rope --scaling none yarn --train-len 16", "--scaling yarn: --train-len 16 must be above the length trained at so far, 16"),
+    ("--finetune-from rope64 --scaling none yarn --train-len 64", "--scaling yarn: --train-len 64 must be above the length trained at so far, 64"),
     ("--random-positions 15", "--random-positions 15 is below the training length 16"),
     ("--train-len 16 16", "--train-len: 16 is given 2 times"),
-    ("--window 0", "'0' is not a whole number from 1"),
+    ("--window -1", "'-1' is not a whole number from 0"),
+    ("--finetune-from rope --train-len 32", "--train-len 32: fine-tuning is watched under the fixed protocol, which needs at least 64"),
+    ("--schemes learned:max_len=32 --random-positions 64", "position 63 has no row: max_len is 32"),
 ])
 def test_wrong_ways_to_train_get_one_line(cli, text, parent, tmp_path, wrong, message):
     out = tmp_path / "new"
     flags = ["--train-len", 16, "--data", text] if "--finetune" not in wrong else ["--from", parent]
+    if "rope64" in wrong:
+        assert cli(train_compare, *TINY, "--data", text, "--out", parent, "--schemes", "rope", "--train-len", 64)[0] == 0
+        wrong = wrong.replace("rope64", "rope")
     code, stdout, stderr = cli(train_compare, "--device", "cpu", "--out", out, *flags, *wrong.split())
     assert code == 2 and stdout == "" and stderr.count("\n") == 1 and re.search(message, stderr), stderr
     assert not out.exists()
@@ -456,3 +462,55 @@ def test_wrong_ways_to_train_get_one_line(cli, text, parent, tmp_path, wrong, me
 def test_finetuning_does_not_write_over_what_it_starts_from(cli, parent):
     code, _, stderr = cli(train_compare, "--finetune-from", "rope", "--from", parent, "--out", parent, "--train-len", 32)
     assert code == 2 and "holds the checkpoints to start from" in stderr
+
+
+def test_what_is_not_said_is_as_in_the_checkpoint(cli, text, tmp_path):
+    """Fine-tuning keeps window, random positions, copies and the trained length that options start from; a flag changes them."""
+    out, tune = tmp_path / "out", ("--steps", 2, "--train-len", 64, "--dtype", "fp32", "--device", "cpu", "--from")
+    special = ("--window", 8, "--random-positions", 300, "--copies")
+    schemes = ("learned:beyond=interpolate", "rope:scaling=yarn,factor=4")
+    assert cli(train_compare, *TINY, "--data", text, "--out", out, "--schemes", *schemes, *special)[0] == 0
+    assert cli(train_compare, "--finetune-from", *schemes, *tune, out, "--out", tmp_path / "same")[0] == 0
+    paths = sorted((tmp_path / "same" / "checkpoints").glob("*.pt"))
+    for path in paths:
+        model, saved = load_model(path)
+        settings = saved["settings"]
+        assert (settings["window"], settings["random_positions"], settings["copies"], settings["trained_len"]) == (8, 300, True, 16)
+        assert model.blocks[0].attention.attend.keywords == dict(window=8) and settings["max_len"] == 300
+    assert len(paths) == 2
+    assert cli(train_compare, "--finetune-from", *schemes, *tune, out, "--out", tmp_path / "other", "--window", 0)[0] == 0
+    assert load_model(tmp_path / "other" / "checkpoints" / paths[0].name)[1]["settings"]["window"] == 0
+    code, _, stderr = cli(train_compare, *TINY, "--data", text, "--out", out, "--schemes", "alibi")
+    assert code == 0
+    code, _, stderr = cli(train_compare, "--finetune-from", "alibi", schemes[1], *tune, out, "--out", tmp_path / "mix")
+    assert code == 2 and "was trained with window 8, alibi with 0" in stderr
+
+
+def test_other_text_and_other_weights_are_noticed(cli, text, parent, tmp_path):
+    tune = ("--finetune-from", "alibi", "--from", parent, "--out", tmp_path / "tuned", "--steps", 2, "--train-len", 64, "--dtype", "fp32", "--device", "cpu")
+    assert "notice" not in cli(train_compare, *tune)[1]
+    assert "already trained" in cli(train_compare, *tune)[1]
+    saved = torch.load(parent / "checkpoints" / "alibi-seed0.pt", weights_only=True)
+    saved["model"]["norm.weight"] *= 2
+    torch.save(saved, parent / "checkpoints" / "alibi-seed0.pt")
+    assert "already trained" not in cli(train_compare, *tune)[1]
+    (tmp_path / "else.txt").write_bytes(b"something else entirely " * 300)
+    assert "notice: the checkpoints were trained on other text" in cli(train_compare, *tune, "--data", tmp_path / "else.txt")[1]
+
+
+def test_copies_and_windows_reach_the_training(monkeypatch):
+    seen, real = [], train_compare.batch
+    monkeypatch.setattr(train_compare, "batch", lambda *args: seen.append(args) or real(*args))
+    model, _ = train(SETTINGS | dict(copies=True, window=5, steps=2), np.arange(200, dtype=np.uint8), CPU, torch.float32, Bar())
+    assert [args[1:] for args in seen] == [(0, step, 2, 16, True) for step in (0, 1)]
+    assert model.blocks[0].attention.attend.keywords == dict(window=5)
+    x, y = batch(np.zeros(200, np.uint8), 0, 1, 4, 32, True)
+    assert (x[:2] >= 97).all() and (x[2:] == 0).all() and not torch.equal(x[:2], batch(np.zeros(200, np.uint8), 0, 2, 4, 32, True)[0][:2])
+
+
+def test_the_fine_tuning_table_by_hand(tmp_path):
+    row = lambda scheme, seed, ppl: dict(scheme=scheme, seed=seed, steps=20, tokens=2000, note="", curve=dict(watched=dict(step=[0, 5, 20], ppl=ppl)))
+    text = train_compare.write_finetune(tmp_path, [row("rope", 0, [9.0, 3.0, 2.0]), row("rope", 1, [9.0, 4.0, 2.0]), row("sin", 0, [9.0, 8.0, 7.0]),
+                                                   row("alibi", 0, [3.2, 3.0, 3.0])], {}, 64)
+    assert "| rope | 2 | 9.00 ± 0.00 | 3.50 ± 0.71 | 2.00 ± 0.00 | 20 |" in text and "| sin | 1 | 9.00 | 8.00 | 7.00 | > 20 |" in text
+    assert "| alibi | 1 | 3.20 | 3.00 | 3.00 | 0 |" in text and "5 (0k)" in text and "20 (2k)" in text
