@@ -460,7 +460,7 @@ def test_wrong_ways_to_train_get_one_line(cli, text, parent, tmp_path, wrong, me
 
 
 def test_finetuning_does_not_write_over_what_it_starts_from(cli, parent):
-    code, _, stderr = cli(train_compare, "--finetune-from", "rope", "--from", parent, "--out", parent, "--train-len", 32)
+    code, _, stderr = cli(train_compare, "--finetune-from", "rope", "--from", parent, "--out", parent, "--train-len", 64)
     assert code == 2 and "holds the checkpoints to start from" in stderr
 
 
