@@ -10,8 +10,9 @@
     swap         a model read at other positions than it was trained with, or with another scheme
 
 Each prints the expectation, what was measured and the verdict: confirmed, partly or refuted, by a rule that stands in the
-code. Writes break_<name>.json and .md into --out, and .png where a picture helps.
+code. Writes break_<name>.json and .md into --out, .png where a picture helps, and break.md with a line for each.
 """
+import json
 import math
 import sys
 
@@ -301,6 +302,13 @@ def trained_models(args, schemes=None):
     return models, corpus, trained
 
 
+def overview(out):
+    """All experiments that have left their results in this folder, a line each."""
+    found = {name: json.loads((out / f"break_{name}.json").read_text("utf-8")) for name in EXPERIMENTS if (out / f"break_{name}.json").exists()}
+    return markdown_table(["experiment", "expectation", "measured", "verdict"],
+                          [[name, r["expectation"], r["measured"], f"**{r['verdict']}**"] for name, r in found.items()]).replace("---:", "---")
+
+
 def main():
     parser, args = arguments()
     try:
@@ -327,7 +335,8 @@ def main():
         write_file(out / f"break_{name}.md", text)
         if "picture" in result:
             result["picture"](out / f"break_{name}.png")
-    print(f"wrote break_*.json and .md into {out}")
+        write_file(out / "break.md", overview(out))
+    print(f"wrote break_*.json and .md, and break.md with all there are, into {out}")
 
 
 if __name__ == "__main__":

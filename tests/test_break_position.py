@@ -83,6 +83,8 @@ def test_every_experiment_says_what_it_found(cli, out):
         result = json.loads((out / f"break_{name}.json").read_text())
         assert result["verdict"] in ("confirmed", "partly", "refuted") and result["expectation"] in stdout
         assert (out / f"break_{name}.md").read_text() in stdout
+    table = (out / "break.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in table[2:]] == ["| order", "| no-encoding", "| long", "| swap"] and "**confirmed** |" in table[2]
     assert (out / "break_long.png").stat().st_size > 10_000
     swap = {row["scheme"]: row["ppl"] for row in json.loads((out / "break_swap.json").read_text())["rows"]}
     close = lambda scheme, name: swap[scheme][name] == pytest.approx(swap[scheme]["its own"], rel=1e-3)
