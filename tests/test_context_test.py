@@ -99,3 +99,42 @@ def test_wrong_arguments(cli, out):
                            ("--windows 1", "'1' is not a whole number from 2"), ("--data nowhere", "no such file or folder")):
         code, stdout, stderr = cli(context_test, "--out", out, *wrong.split())
         assert code == 2 and stdout == "" and message in stderr and stderr.count("\n") == 1
+
+
+def test_models_are_read_at_their_positions_and_windows(cli, out, tmp_path):
+    """Every number of a model with random positions and a window, against the functions called by hand."""
+    import score
+    from data.corpus import load_corpus
+    from tiny_lm import load_model
+    flags = "--steps 3 --batch-size 2 --train-len 64 --dim 16 --n-layer 1 --n-head 2 --dtype fp32 --device cpu --schemes sin --random-positions 600 --window 20".split()
+    assert cli(train_compare, *flags, "--data", out.parent / "words.txt", "--out", tmp_path / "o")[0] == 0
+    assert cli(context_test, "--out", tmp_path / "o", "--device", "cpu", "--windows", 3)[0] == 0
+    rows = {(r["what"], r["x"]): r for r in json.loads((tmp_path / "o" / "context.json").read_text())["rows"]}
+    model, saved = load_model(tmp_path / "o" / "checkpoints" / "sin-seed0.pt")
+    read = train_compare.at_its_positions(model, saved["settings"])
+    val = load_corpus(str(out.parent / "words.txt")).val
+    ends = score.fixed_ends(len(val), 256, 12)
+    assert rows["use", 128]["value"] == pytest.approx(score.scores(score.fixed(read, val, 128, ends))["ppl"], abs=1e-4)
+    assert rows["copy", 512]["value"] == round(copy_accuracy(read, val, 512, 3, True), 5)
+    assert "do not fit in 600 random positions" in rows["copy", 1024]["note"]
+    ids = torch.from_numpy(np.array(val[ends[:8, None] + np.arange(-64, 0)]))
+    share = np.cumsum(attention_by_distance(model, ids, 20, read=read))
+    for x in (1, 8, 16):
+        assert rows["attention at 64", x]["value"] == pytest.approx(share[x - 1], abs=1e-5)
+    assert rows["attention at 64", 23]["value"] == pytest.approx(1, abs=1e-5)
+
+
+def test_tables_by_hand():
+    row = lambda what, x, value, seed=0, note="": dict(what=what, scheme="rope", variant="", seed=seed, x=x, value=value, note=note)
+    text = context_test.tables([row("use", 64, 5.0), row("use", 128, 4.04), row("use", 256, 4.0), row("use", 512, 4.2), row("use", 1024, 4.3),
+                                row("copy", 64, 0.5), row("copy", 64, 0.7, 1), row("copy without the first", 64, 0.1), row("copy", 128, None, 0, "max_len 9"),
+                                row("attention at 256", 256, None, 0, "it has none")], 256)
+    assert "| rope | 5.00 | 4.04 | 4.00 | 4.20 | 4.30 | 128 | 512 |" in text
+    assert "| rope | 0.60 (0.10) | max_len 9 |" in text and "– rope, attention at 256: it has none." in text
+
+
+def test_models_too_short_for_it(cli, out, tmp_path):
+    flags = "--steps 1 --batch-size 2 --train-len 16 --dim 16 --n-layer 1 --n-head 2 --dtype fp32 --device cpu --schemes none".split()
+    assert cli(train_compare, *flags, "--data", out.parent / "words.txt", "--out", tmp_path / "o")[0] == 0
+    code, _, stderr = cli(context_test, "--out", tmp_path / "o")
+    assert code == 2 and "trained at 16 bytes; this needs at least 64" in stderr
