@@ -451,7 +451,7 @@ def write_finetune(out, rows, about, train_len):
     header = (["steps of fine-tuning (tokens)", "seeds"] + [f"{step} ({tokens[step] / 1000:.0f}k)" for step in steps]
               + ["steps to ALiBi's start"] * alibi + ["note"])
     text = (f"Fixed-target perplexity at n = {train_len} while fine-tuning there. The rates fall to 5 % over these {steps[-1] if steps else 0} "
-            "steps: a run of fewer would end lower than the same step shows here.\n\n" + markdown_table(header, table))
+            "steps, so a number on the way is not where a run of so few steps would end.\n\n" + markdown_table(header, table))
     write_file(out / "finetune.md", text)
     return text
 
