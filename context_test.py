@@ -1,6 +1,6 @@
 """What a model uses of its context: a flat perplexity past the training length may only mean that the far text is ignored.
 
-    python context_test.py           # every checkpoint of train_compare.py; about 2 minutes for five on two CPU cores
+    python context_test.py           # every checkpoint of train_compare.py; about 3 minutes for five on two CPU cores
     python context_test.py --quick   # those of train_compare.py --quick, some seconds
 
     use        fixed-target perplexity (score.py) at many lengths, below and above the training length L: where does more
