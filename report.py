@@ -86,7 +86,7 @@ def _label_ends(axis, ends, log):
     for name, (x, y, colour) in sorted(ends.items(), key=lambda item: item[1][1]):
         last = max(scale(y), last + gap)
         axis.annotate(short(name), (x, back(last)), xytext=(6, 0), textcoords="offset points", va="center", color=colour,
-                      fontweight="bold")
+                      fontweight="bold", bbox=dict(facecolor="white", edgecolor="none", alpha=0.7, pad=0.5))
 
 
 def plot_loss_curves(path, runs):
@@ -240,7 +240,7 @@ def plot_context(path, rows, train_len):
         axis.set_visible(False)
     names = {label(row): row["scheme"] for row in rows}
     for axis, (what, (title, x_name, y_name)) in zip(axes.flat, kinds.items()):
-        ends = {}
+        lines = {}
         for name, scheme in names.items():
             for kind, style in ((what, "-"), (f"{what} without the first", "--")):
                 mine = [row for row in rows if row["what"] == kind and label(row) == name]
@@ -249,7 +249,7 @@ def plot_context(path, rows, train_len):
                 if xs:
                     axis.plot(xs, means, style, color=colours(names.values())[scheme], lw=1.8 if style == "-" else 1, marker="o" * (style == "-"), ms=3)
                     if style == "-":
-                        ends[name] = (xs[-1], means[-1], colours(names.values())[scheme])
+                        lines[name] = (xs, means, colours(names.values())[scheme])
         axis.set(xscale="log", xlabel=x_name, ylabel=y_name, title=title, yscale="log" if what == "use" else "linear")
         if what != "use":
             axis.set_ylim(-0.02, 1.05)
@@ -259,7 +259,10 @@ def plot_context(path, rows, train_len):
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("{x:g}")
         axis.axvline(train_len, color="#555555", lw=1, ls=":")
-        _label_ends(axis, ends, log=what == "use")
+        points = min(len(xs) for xs, _, _ in lines.values())
+        far_apart = max(range(points), key=lambda i: max(m[i] for _, m, _ in lines.values()) - min(m[i] for _, m, _ in lines.values()))
+        at = far_apart if what.startswith("attention") else -1  # all shares end at 1
+        _label_ends(axis, {name: (xs[at], means[at], colour) for name, (xs, means, colour) in lines.items()}, log=what == "use")
     figure.suptitle(f"What a model uses of its context (dotted: trained at {train_len} bytes; means over seeds)", fontsize=11)
     _save(figure, path)
 
