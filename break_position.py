@@ -203,9 +203,8 @@ def no_encoding(args):
 
 # long
 
-def first_break(nats, L):
-    """The first position past L from which the mean of 32 losses is over 1.1 times that of positions L/2 … L − 1; None: nowhere."""
-    level = nats[L // 2:L].mean()
+def first_break(nats, L, level):
+    """The first position past L from which the mean of 32 losses is over 1.1 times the level; None: nowhere."""
     for start in range(L, len(nats) - 31):
         if nats[start:start + 32].mean() > 1.1 * level:
             return start
@@ -220,8 +219,10 @@ def long(args):
     for model, settings in models:
         for name, options in ways(settings, ["none", "linear", "ntk", "dynamic", "yarn", "llama3"]).items():
             nats = score.span(read_as(model, settings, options(n), 0), corpus.val, n, length, args.device).mean(0)
+            if not name:  # the model as it is comes first
+                level = nats[L // 2:L].mean()
             rows.append(dict(way=name or "none", seed=settings["seed"], ppl=score.perplexity(nats), first=float(np.exp(nats[:L].mean())),
-                             last=float(np.exp(nats[-L:].mean())), breaks_at=first_break(nats, L)))
+                             last=float(np.exp(nats[-L:].mean())), breaks_at=first_break(nats, L, level)))
             curves.setdefault(name or "none", []).append(nats)
     of = lambda way, key: [row[key] for row in rows if row["way"] == way]
     ways_ = list(curves)
@@ -235,7 +236,7 @@ def long(args):
         measured=f"Without scaling the loss leaves its level at position {', '.join(f'{at:,}' for at in broke) or 'none'}, and the last {L} of {n:,} bytes have a "
                  f"perplexity {ratio['none']:.1f} times that of the first {L}. The best scaling, {best}, leaves a factor of {ratio[best]:.1f}.",
         verdict="confirmed" if broke and ratio["none"] > 1.5 and ratio[best] < 1.1 else "partly" if broke and ratio["none"] > 1.5 else "refuted",
-        table=markdown_table(["scaling", f"perplexity of the first {L}", f"of the last {L}", f"of all {n:,}", "leaves its level at"], table), rows=rows,
+        table=markdown_table(["scaling", f"perplexity of the first {L}", f"of the last {L}", f"of all {n:,}", f"over 1.1 × the loss of none at {L // 2} … {L - 1} from"], table), rows=rows,
         picture=lambda path: plot_lines(path, {way: buckets(np.mean(curve, axis=0), 64) for way, curve in curves.items()},
                                         f"RoPE trained at {L}, read at {n:,}: loss by position", "position in the window, bytes",
                                         "loss, nats per byte", mark=L))

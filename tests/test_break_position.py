@@ -57,12 +57,11 @@ def test_count_models_by_hand():
 
 def test_first_break_by_hand():
     nats = np.full(400, 2.0)
-    assert first_break(nats, 64) is None
+    assert first_break(nats, 64, 2.0) is None and first_break(nats, 64, 1.8) == 64
     nats[200:] = 4.0  # a mean over 32 passes 2.2 with the fourth broken position
-    assert first_break(nats, 64) == 200 - 28
+    assert first_break(nats, 64, 2.0) == 200 - 28
     nats[:] = 2.19
-    nats[32:64] = 2.0
-    assert first_break(nats, 64) is None
+    assert first_break(nats, 64, 2.0) is None
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +122,11 @@ def test_long_and_swap_read_what_they_say(cli, out):
     weights = load_model(out / "checkpoints" / "rope-seed0.pt")[0].state_dict()
     yarn = TinyLM("rope:scaling=yarn,factor=16,trained_len=64", 16, 2, 2)
     yarn.load_state_dict(weights)
+    plain = score.span(load_model(out / "checkpoints" / "rope-seed0.pt")[0], val, 1024, len(val) // 1024 * 1024).mean(0)[32:64].mean()
     nats = score.span(yarn, val, 1024, len(val) // 1024 * 1024).mean(0)
     row = next(row for row in json.loads((out / "break_long.json").read_text())["rows"] if row["way"] == "yarn")
     assert row["first"] == pytest.approx(math.exp(nats[:64].mean())) and row["last"] == pytest.approx(math.exp(nats[-64:].mean()))
-    assert row["ppl"] == pytest.approx(math.exp(nats.mean())) and row["breaks_at"] == first_break(nats, 64)
+    assert row["ppl"] == pytest.approx(math.exp(nats.mean())) and row["breaks_at"] == first_break(nats, 64, plain)
     alibi = TinyLM("alibi", 16, 2, 2)
     alibi.load_state_dict(weights)
     row = next(row for row in json.loads((out / "break_swap.json").read_text())["rows"] if row["scheme"] == "rope")
