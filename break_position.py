@@ -279,8 +279,8 @@ def swap(args):
     relative = [s for s in ("rope", "alibi", "none") if s in schemes]
     return dict(
         expectation="Relative schemes (RoPE, ALiBi) do not notice when all positions are shifted; absolute ones (learned, sinusoidal) do.",
-        measured="Shifted by up to 1000, perplexity moves by at most "
-                 + ", ".join(f"{math.expm1(moved[s]):.1%} ({s})" if moved[s] < 1 else f"a factor of {math.exp(moved[s]):.0f} ({s})" for s in schemes) + ".",
+        measured="Shifted by up to 1000 (learned: as far as its table reaches), perplexity moves by a factor of at most "
+                 + ", ".join(f"{math.exp(moved[s]):.{3 if moved[s] < 0.05 else 1}f} ({s})" for s in schemes) + ".",
         verdict="confirmed" if set(still) == set(relative) else "refuted" if set(absolute) <= set(still) else "partly",
         table=markdown_table(["trained with; perplexity at positions"] + columns, table), rows=rows)
 
@@ -337,7 +337,7 @@ def main():
         if "picture" in result:
             result["picture"](out / f"break_{name}.png")
         write_file(out / "break.md", overview(out))
-    print(f"wrote break_*.json and .md, and break.md with all there are, into {out}")
+    print(f"wrote break_*.json, .md and .png, and break.md with all there are, into {out}")
 
 
 if __name__ == "__main__":

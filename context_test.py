@@ -187,12 +187,12 @@ def tables(rows, L):
         mine = [row for row in rows if row["what"] == what and row["value"] is not None]
         for who in dict.fromkeys(map(label, mine)):
             within = lambda x: spread([row["value"] for row in mine if label(row) == who and row["x"] == x])
-            shares.append([who, what.split()[-1]] + [within(x) for x in (1, 8, 64, L)])
+            shares.append([who, what.split()[-1]] + [within(x) for x in dict.fromkeys((1, 8, 64, L))])
     if shares:
         order = [line[0] for line in shares]
         shares.sort(key=lambda line: order.index(line[0]))
-        text.append("Attention: the share that goes to the token itself, to the last 8, 64 and "
-                    f"{L} tokens.\n\n" + markdown_table(["", "n", "1", "8", "64", L], shares))
+        text.append("Attention: the share that goes to the last 1 (the token itself), 8, 64 … tokens.\n\n"
+                    + markdown_table(["", "n", *dict.fromkeys((1, 8, 64, L))], shares))
     notes = dict.fromkeys(f"{label(row)}, {row['what']}: {row['note']}" for row in rows if row["note"] and row["what"].startswith("attention"))
     if notes:
         text.append("– " + "; ".join(notes) + ".\n")

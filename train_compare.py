@@ -353,8 +353,9 @@ def finetune_starts(args, length):
             try:
                 model, saved = load_model(path)
             except FileNotFoundError:
-                raise ValueError(f"no checkpoint {path}; train first: python train_compare.py --schemes {scheme} --seeds {seed}"
-                                 + ("" if str(source) == "results" else f" --out {source}")) from None
+                quick = " --quick" if args.quick else ""
+                raise ValueError(f"no checkpoint {path}; train first: python train_compare.py{quick} --schemes {scheme} --seeds {seed}"
+                                 + ("" if str(source) in ("results", QUICK["out"]) else f" --out {source}")) from None
             settings = saved["settings"]
             first = starts[0][3] if starts else settings
             for key in ("train_len", "batch_size", "dim", "n_layer", "n_head", "window", "random_positions", "copies", "sha256", "held_out"):
