@@ -87,7 +87,7 @@ def bidirectional(scheme, dim=64, n_head=4):
     return read
 
 
-def order(args):
+def order(args, models, corpus, trained):
     rows = []
     with torch.no_grad():
         for first, second in PAIRS + [tuple(pair) for pair in args.sentences]:
@@ -163,32 +163,28 @@ def count_model_ppl(train, val, bytes_back):
     return float(np.exp(-np.log(chance[before(val), val[1:]]).mean()))
 
 
-def no_encoding(args):
-    models, corpus, trained = trained_models(args)
+def no_encoding(args, models, corpus, trained):
     L, rows = trained["train_len"], []
     windows = [np.array(corpus.val[start:start + 64 * L].reshape(64, L)) for start in (0, 64 * L)]
     texts = [torch.from_numpy(window).to(args.device) for window in windows]
     span = score.span_length([L], score.SPAN_BYTES, len(corpus.val))
     torch.manual_seed(0)
-    untrained = {"none, untrained": [(TinyLM("none", **{key: trained[key] for key in ("dim", "n_layer", "n_head")}).to(args.device), 0)]}
+    untrained = TinyLM("none", **size_of(trained)).to(args.device)
     with torch.no_grad():
-        for model, _ in untrained["none, untrained"]:
-            for block in model.blocks:  # they start at zero, and every block as the identity
-                block.attention.out.weight.normal_(0, trained["dim"] ** -0.5)
-                block.down.weight.normal_(0, (4 * trained["dim"]) ** -0.5)
-    by_scheme = untrained | {s: [(m, settings["seed"]) for m, settings in models if settings["scheme"] == s]
-                             for s in dict.fromkeys(settings["scheme"] for _, settings in models)}
-    for name, group in by_scheme.items():
-        for model, seed in group:
-            r2 = [probe(a.cpu(), b.cpu()) for a, b in zip(*(hidden_states(model, ids) for ids in texts))]
-            ppl = score.perplexity(score.span(model, corpus.val, L, span, args.device)) if name in SCHEMES else None
-            rows.append(dict(scheme=name, seed=seed, ppl=ppl, r2=[round(value, 4) for value in r2]))
+        for block in untrained.blocks:  # they start at zero, and every block as the identity
+            block.attention.out.weight.normal_(0, trained["dim"] ** -0.5)
+            block.down.weight.normal_(0, (4 * trained["dim"]) ** -0.5)
+    for name, seed, model in [("none, untrained", 0, untrained)] + [(settings["scheme"], settings["seed"], model) for model, settings in models]:
+        r2 = [probe(a.cpu(), b.cpu()) for a, b in zip(*(hidden_states(model, ids) for ids in texts))]
+        ppl = score.perplexity(score.span(model, corpus.val, L, span, args.device)) if name in SCHEMES else None
+        rows.append(dict(scheme=name, seed=seed, ppl=ppl, r2=[round(value, 4) for value in r2]))
     counts = {back: count_model_ppl(np.asarray(corpus.train), np.asarray(corpus.val), back) for back in (0, 1)}
     mean = lambda name: float(np.mean([row["ppl"] for row in rows if row["scheme"] == name]))
     r2 = lambda name, layer: float(np.mean([row["r2"][layer] for row in rows if row["scheme"] == name]))
+    names = list(dict.fromkeys(row["scheme"] for row in rows))
     table = [[name, spread([row["ppl"] for row in rows if row["scheme"] == name])]
-             + [f"{r2(name, layer):.2f}" for layer in range(trained["n_layer"] + 1)] for name in by_scheme]
-    best_four = min(mean(s) for s in by_scheme if s in POSITIONED)
+             + [f"{r2(name, layer):.2f}" for layer in range(trained["n_layer"] + 1)] for name in names]
+    best_four = min(mean(s) for s in names if s in POSITIONED)
     deepest = max(range(trained["n_layer"] + 1), key=lambda layer: r2("none", layer))
     none = mean("none")
     verdict = "refuted" if none <= 1.1 * best_four else "confirmed" if none >= 0.9 * counts[1] else "partly"
@@ -211,12 +207,13 @@ def first_break(nats, L, level):
     return None
 
 
-def long(args):
-    models, corpus, trained = trained_models(args, ["rope"])
+def long(args, models, corpus, trained):
     L, rows, curves = trained["train_len"], [], {}
     n = 16 * L
     length = score.span_length([n], score.SPAN_BYTES if not args.quick else 16 * n, len(corpus.val))
     for model, settings in models:
+        if settings["scheme"] != "rope":
+            continue
         for name, options in ways(settings, ["none", "linear", "ntk", "dynamic", "yarn", "llama3"]).items():
             nats = score.span(read_as(model, settings, options(n), 0), corpus.val, n, length, args.device).mean(0)
             if not name:  # the model as it is comes first
@@ -252,8 +249,7 @@ def ppl_at(model, data, L, length, positions, device):
         return None
 
 
-def swap(args):
-    models, corpus, trained = trained_models(args)
+def swap(args, models, corpus, trained):
     L, rows = trained["train_len"], []
     length = score.span_length([L], score.SPAN_BYTES // 2 if not args.quick else 64 * L, len(corpus.val))
     count = lambda T, device: torch.arange(T, device=device)
@@ -321,13 +317,14 @@ def main():
         for pair in args.sentences:
             permutation(*(text.encode() for text in pair))
         args.device = pick_device(args.device)
-        needs = {name: ["rope"] if name == "long" else None for name in args.experiments if name != "order"}
-        corpus = [trained_models(args, schemes)[1] for schemes in needs.values()][-1] if needs else load_corpus()
+        needing = set(args.experiments) - {"order"}
+        models, corpus, trained = (trained_models(args, ["rope"] if needing == {"long"} else None) if needing
+                                   else ([], load_corpus(), None))
         out = writable_folder(args.out)
     except ValueError as error:
         parser.error(str(error))
     for name in args.experiments:
-        result = EXPERIMENTS[name](args)
+        result = EXPERIMENTS[name](args, models, corpus, trained)
         text = (f"*Expectation:* {result['expectation']}\n\n*Measured:* {result['measured']}\n\n*Verdict:* **{result['verdict']}**\n\n"
                 + result["table"])
         print(f"\n{name}\n\n{text}")

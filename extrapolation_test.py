@@ -28,8 +28,8 @@ from tiny_lm import SCHEMES, TinyLM, load_model, reason, size_of
 from train_compare import at_its_positions, checkpoint_path, try_out, ways, with_options
 
 QUICK = dict(out="results/quick", span_bytes=16384, windows=32)
-LONGER = dict(scaling=list(SCALINGS), beyond=["untrained", "clamp", "wrap", "interpolate"], window=[0, 1], times=(1, 2, 4, 8, 16),
-              span_bytes=65536, windows=32, name="longer")  # window 1: the training length
+LONGER = dict(scaling=list(SCALINGS), beyond=["untrained", "clamp", "wrap", "interpolate"], times=(1, 2, 4, 8, 16),
+              span_bytes=65536, windows=32, name="longer")  # and a window of the training length, see prepare
 # What must be the same of all models in one table.
 SAME = ("steps", "batch_size", "train_len", "dim", "n_layer", "n_head", "lr", "adam_lr", "dtype", "sha256", "held_out")
 

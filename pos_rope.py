@@ -44,11 +44,11 @@ def rope_frequencies(head_dim, base=10000.0, scaling="none", factor=None, traine
     scaling      none, linear, ntk, dynamic, yarn or llama3: formulas at the top of this file
     factor       s ≥ 1, wanted over trained length; every scaling needs it
     trained_len  L0; dynamic, yarn and llama3 need it
-    length       the current length n, for dynamic
+    length       the current length n; dynamic needs it
     options      yarn: beta_fast=32, beta_slow=1, attention_factor=0.1·ln s + 1; llama3: low_freq_factor=1, high_freq_factor=4
     Float32 on MPS, which has no float64.
-    ValueError: odd or non-positive head_dim, base ≤ 0, an unknown scaling or option, a value that is missing, impossible or
-    contradicts another.
+    ValueError: odd or non-positive head_dim, base ≤ 0, an unknown scaling or option, a factor or trained_len that is missing, a
+    value that is impossible or contradicts another.
     """
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head width {head_dim}: must be even and at least 2, since channels are turned in pairs")

@@ -67,7 +67,7 @@ def arguments():
     tune.add_argument("--finetune-from", nargs="+", metavar="SCHEME",
                       help="go on from the checkpoints of these schemes, with fresh optimizers")
     tune.add_argument("--from", dest="source", metavar="FOLDER", help="where those checkpoints are (default: results)")
-    tune.add_argument("--scaling", nargs="+", choices=[kind for kind in SCALINGS], metavar="KIND",
+    tune.add_argument("--scaling", nargs="+", choices=list(SCALINGS), metavar="KIND",
                       help=f"{' '.join(SCALINGS)}: rope is rescaled by the new length over the old, and sin by linear (default: none)")
     size = parser.add_argument_group("network and recipe, the same for every scheme")
     size.add_argument("--steps", type=whole(1), default=500, help="optimizer steps (default: 500)")
@@ -308,16 +308,15 @@ def prepare(args):
         raise ValueError(f"--random-positions {args.random_positions} is below the training length {L}; use 2 to 16 times that")
     size = dict(dim=args.dim, n_layer=args.n_layer, n_head=args.n_head, max_len=max(16 * L, args.random_positions),
                 trained_len=L, window=args.window)
-    paths, runs, tried = {}, [], set()
+    paths, runs, codes = {}, [], {}
     for scheme, seed, start, parent in starts:
         cls, _ = parse_scheme(scheme)
         kept = {key: parent[key] for key in ("dim", "n_layer", "n_head", "max_len", "trained_len") if parent}
-        if scheme not in tried:
+        if scheme not in codes:
             try_out(scheme, size | kept, L, device, dtype, args.random_positions)
-            tried.add(scheme)
-        parts = [batch, learning_rate, optimizers, train] + [copies] * args.copies + [random_positions] * bool(args.random_positions)
-        functions = [inspect.getsource(part).encode() for part in parts]
-        files = [HERE / "tiny_lm.py", HERE / "score.py", HERE / "data" / "corpus.py", Path(inspect.getfile(cls))]
+            parts = [batch, learning_rate, optimizers, train] + [copies] * args.copies + [random_positions] * bool(args.random_positions)
+            files = [HERE / "tiny_lm.py", HERE / "score.py", HERE / "data" / "corpus.py", Path(inspect.getfile(cls))]
+            codes[scheme] = code_hash(*(inspect.getsource(part).encode() for part in parts), *(file.read_bytes() for file in files))
         path = checkpoint_path(args.out, scheme, seed)
         if path in paths:
             raise ValueError(f"schemes '{paths[path]}' and '{scheme}' would share the checkpoint {path}; rename one of their files")
@@ -326,7 +325,7 @@ def prepare(args):
             scheme=scheme, seed=seed, steps=args.steps, batch_size=args.batch_size, train_len=L, train_lens=lengths,
             **(size | kept), random_positions=args.random_positions, copies=args.copies, lr=args.lr, adam_lr=args.adam_lr,
             dtype=str(dtype).removeprefix("torch."), data=data, sha256=corpus.sha256, held_out=corpus.held_out,
-            code=code_hash(*functions, *(file.read_bytes() for file in files)),
+            code=codes[scheme],
             finetuned_from=parent | {"weights": weights_hash(start)} if parent else None)))
     return device, dtype, corpus, runs
 

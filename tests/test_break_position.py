@@ -7,6 +7,7 @@ import torch
 
 import break_position
 import train_compare
+from conftest import train_tiny
 from break_position import bidirectional, count_model_ppl, first_break, permutation, probe
 from tiny_lm import SCHEMES
 
@@ -66,13 +67,7 @@ def test_first_break_by_hand():
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("break")
-    (folder / "words.txt").write_bytes(b"".join(b"%d bottles of beer on the wall\n" % i for i in range(3000)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["train_compare.py", *"--steps 30 --batch-size 4 --train-len 64 --dim 16 --n-layer 2 --n-head 2 --dtype fp32 --device cpu".split(),
-                                   "--data", str(folder / "words.txt"), "--out", str(folder / "out")])
-        train_compare.main()
-    return folder / "out"
+    return train_tiny(tmp_path_factory.mktemp("break"), "--steps 30 --batch-size 4 --train-len 64 --dim 16 --n-layer 2 --n-head 2", 3000)
 
 
 def test_every_experiment_says_what_it_found(cli, out):

@@ -8,6 +8,7 @@ from torch import nn
 
 import context_test
 import train_compare
+from conftest import train_tiny
 from context_test import attention_by_distance, copy_accuracy, texts_with_copies
 from tiny_lm import TinyLM
 
@@ -68,13 +69,7 @@ def test_attention_by_distance_of_equal_tokens(scheme, weights):
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("context")
-    (folder / "words.txt").write_bytes(b"".join(b"%d bottles of beer on the wall\n" % i for i in range(3000)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["train_compare.py", *"--steps 3 --batch-size 2 --train-len 64 --dim 16 --n-layer 1 --n-head 2 --dtype fp32 --device cpu".split(),
-                                   "--data", str(folder / "words.txt"), "--out", str(folder / "out")])
-        train_compare.main()
-    return folder / "out"
+    return train_tiny(tmp_path_factory.mktemp("context"), "--steps 3 --batch-size 2 --train-len 64 --dim 16 --n-layer 1 --n-head 2", 3000)
 
 
 def test_rows_tables_and_picture(cli, out):

@@ -10,6 +10,7 @@ import torch
 
 import extrapolation_test
 import train_compare
+from conftest import train_tiny
 from extrapolation_test import measure, paired, summarise, tables
 from tiny_lm import SCHEMES
 
@@ -20,13 +21,7 @@ ASKED = argparse.Namespace(span_bytes=1024, windows=5, scaling=["none"], factor=
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Five tiny models of two seeds, trained at 16 bytes, so that a learned table has 256 rows."""
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "words.txt").write_bytes(b"".join(b"%d bottles of beer on the wall\n" % i for i in range(1000)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["train_compare.py", *"--steps 6 --batch-size 2 --train-len 16 --dim 16 --n-layer 1 --n-head 2 --dtype fp32 --device cpu --seeds 0 1".split(),
-                                   "--data", str(folder / "words.txt"), "--out", str(folder / "out")])
-        train_compare.main()
-    return folder / "out"
+    return train_tiny(tmp_path_factory.mktemp("trained"), "--steps 6 --batch-size 2 --train-len 16 --dim 16 --n-layer 1 --n-head 2 --seeds 0 1", 1000)
 
 
 @pytest.fixture

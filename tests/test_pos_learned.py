@@ -75,6 +75,12 @@ def test_interpolated_rows_are_those_of_torch(n):
     assert torch.allclose(embedding(torch.arange(n)), expected[0].T, atol=1e-6)
 
 
+def test_interpolation_to_the_last_row_there_is():
+    """The last position lies on row 4, and there is no row 5 to look at."""
+    embedding = LearnedPositionalEmbedding(2, max_len=5, beyond="interpolate", trained_len=5)
+    assert torch.equal(embedding(torch.arange(9))[-1], embedding.weight[4])
+
+
 def test_policies_train_the_rows_they_use():
     for beyond in ("clamp", "wrap", "interpolate"):
         embedding = LearnedPositionalEmbedding(2, max_len=6, beyond=beyond, trained_len=3).bfloat16()
