@@ -64,9 +64,28 @@ def mean_std(values):
     return mean, (sum((v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5 if len(values) > 1 else 0.0
 
 
-def _figure(panels, width):
+def _figure(panels, width, height=4.4, rows=1, **options):
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    return plt.subplots(1, panels, figsize=(width, 4.4), layout="constrained", squeeze=False)
+    return plt.subplots(rows, panels, figsize=(width, height), layout="constrained", squeeze=False, **options)
+
+
+def _grid(panels, width, **options):
+    """A figure with two panels to a row, each `width` inches wide -> (figure, its axes in order, as many as panels)."""
+    columns, rows = min(2, panels), -(-panels // 2)
+    figure, axes = _figure(columns, width * columns, 4.2 * rows, rows, **options)
+    for axis in axes.flat[panels:]:
+        axis.set_visible(False)
+    return figure, list(axes.flat[:panels])
+
+
+def _length_axis(axis, lengths):
+    """The measured lengths as ticks of a logarithmic x axis; perplexities as plain numbers on the y axis."""
+    axis.set_xticks(lengths, [f"{n}" for n in lengths])
+    axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}")
+    axis.tick_params(axis="y", which="minor", labelsize=8)
+    axis.set_xlim(lengths[0] / 1.1, lengths[-1] * 1.1)
 
 
 def _save(figure, path):
@@ -135,13 +154,7 @@ def plot_extrapolation(path, summary, by_position, train_len):
                 ends[scheme] = (n[-1], ppl[-1], colour)
         axis.set(xscale="log", yscale="log", xlabel="evaluation length n, bytes", ylabel="perplexity per byte",
                  title=titles[protocol])
-        lengths = sorted({c["n"] for c in summary})
-        axis.set_xticks(lengths, [f"{n}" for n in lengths])
-        axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("{x:g}")
-        axis.tick_params(axis="y", which="minor", labelsize=8)
-        axis.set_xlim(lengths[0] / 1.1, lengths[-1] * 1.1)
+        _length_axis(axis, sorted({c["n"] for c in summary}))
         _label_ends(axis, ends, log=True)
     if by_position:
         axis, ends = axes[-1], {}
@@ -179,15 +192,10 @@ def plot_longer(path, summary, train_len):
     panels = {title: cells for title, cells in panels.items() if cells}
     if not panels:
         panels = {"": summary}
-    columns = min(2, len(panels))
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(-(-len(panels) // columns), columns, figsize=(5.6 * columns, 4.2 * -(-len(panels) // columns)),
-                                layout="constrained", squeeze=False, sharey=True)
-    for axis in axes.flat[len(panels):]:
-        axis.set_visible(False)
+    figure, axes = _grid(len(panels), 5.6, sharey=True)
     lengths, styles = sorted({cell["n"] for cell in summary}), ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)))
     alibi = [(c["n"], c["ppl"]) for c in summary if c["scheme"] == "alibi" and not c["variant"]]
-    for axis, (title, cells) in zip(axes.flat, panels.items()):
+    for axis, (title, cells) in zip(axes, panels.items()):
         if alibi:
             axis.plot(*zip(*alibi), color="#BBBBBB", lw=4, zorder=0)
         ends, others, seen = {}, iter(OTHERS * 9), {}
@@ -207,15 +215,11 @@ def plot_longer(path, summary, train_len):
                 axis.fill_between(n, [c["low"] for c in mine], [c["high"] for c in mine], color=colour, alpha=0.15, lw=0)
             ends[", ".join(filter(None, (short(scheme), variant.removeprefix("trained "))))] = (n[-1], ppl[-1], colour)
         axis.set(xscale="log", yscale="log", xlabel="evaluation length n, bytes", ylabel="perplexity per byte",
-                 title=f"{title}{': ' + ', '.join(sorted(shared)) if shared else ''}", xlim=(lengths[0] / 1.1, lengths[-1] * 1.1))
-        axis.set_xticks(lengths, [f"{n}" for n in lengths])
-        axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("{x:g}")
-        axis.tick_params(axis="y", which="minor", labelsize=8)
+                 title=f"{title}{': ' + ', '.join(sorted(shared)) if shared else ''}")
+        _length_axis(axis, lengths)
         axis.axvline(train_len, color="#555555", lw=1, ls=":")
         axis.ends = ends
-    for axis in axes.flat[:len(panels)]:  # once the shared y axis is settled
+    for axis in axes:  # once the shared y axis is settled
         _label_ends(axis, axis.ends, log=True)
     note = "grey: ALiBi as it is; " if alibi else ""
     figure.suptitle(f"Same targets, more context ({protocol} protocol); {note}dotted: trained at {train_len}", fontsize=11)
@@ -232,14 +236,9 @@ def plot_context(path, rows, train_len):
     for what in dict.fromkeys(row["what"] for row in rows if row["what"].startswith("attention")):
         kinds[what] = (f"Attention of the last tokens\nin a text of {what.split()[-1]} bytes", "within the last … tokens", "share of attention")
     kinds = {what: texts for what, texts in kinds.items() if any(row["what"] == what for row in rows)}
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    columns = min(2, len(kinds))
-    figure, axes = plt.subplots(-(-len(kinds) // columns), columns, figsize=(5.4 * columns, 4.2 * -(-len(kinds) // columns)),
-                                layout="constrained", squeeze=False)
-    for axis in axes.flat[len(kinds):]:
-        axis.set_visible(False)
+    figure, axes = _grid(len(kinds), 5.4)
     names = {label(row): row["scheme"] for row in rows}
-    for axis, (what, (title, x_name, y_name)) in zip(axes.flat, kinds.items()):
+    for axis, (what, (title, x_name, y_name)) in zip(axes, kinds.items()):
         lines = {}
         for name, scheme in names.items():
             for kind, style in ((what, "-"), (f"{what} without the first", "--")):
@@ -289,7 +288,7 @@ def plot_long_context(path, rows):
     figure, (axes,) = _figure(2, 11)
     rows = [row for row in rows if row["what"] == "layer"]
     lengths = sorted({row["T"] for row in rows})
-    for axis, key, label in zip(axes, ("seconds", "extra_mb"), ("seconds", "peak memory, MB")):
+    for axis, key, unit in zip(axes, ("seconds", "extra_mb"), ("seconds", "peak memory, MB")):
         ends = {}
         for scheme, who in dict.fromkeys((row["scheme"], row["who"]) for row in rows):
             points = [(row["T"], row[key]) for row in rows if (row["scheme"], row["who"]) == (scheme, who) and row[key]]
@@ -297,7 +296,7 @@ def plot_long_context(path, rows):
                 plain = who == "textbook formula"
                 axis.plot(*zip(*points), "--" if plain else "-", color=COLOURS[scheme], lw=1.8, marker="o", ms=3)
                 ends[f"{scheme}, textbook" if plain else scheme] = (*points[-1], COLOURS[scheme])
-        axis.set(xscale="log", yscale="log", xlabel="T, tokens", ylabel=label, xlim=(lengths[0] / 1.1, lengths[-1] * 2),
+        axis.set(xscale="log", yscale="log", xlabel="T, tokens", ylabel=unit, xlim=(lengths[0] / 1.1, lengths[-1] * 2),
                  title="One attention layer at long context: " + ("time" if key == "seconds" else "memory"))
         axis.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in lengths])
         axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
