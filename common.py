@@ -1,6 +1,7 @@
 """What the drivers share: arguments and their errors, device and dtype, provenance, files that are whole or not there."""
 import argparse
 import ast
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -10,10 +11,13 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import distributed
 
 HERE = Path(__file__).parent
 
@@ -25,7 +29,33 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, None if rank() else f"{self.prog}: {message}\n")
+
+
+def rank():
+    """The number of this process under torchrun; 0 without."""
+    return int(os.environ.get("RANK", 0))
+
+
+def ranks():
+    """How many processes torchrun started; 1 without."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def join_ranks(device):
+    """Connect the processes of torchrun: by nccl on CUDA, else by gloo. They may wait for rank 0, which scores, for hours."""
+    if ranks() > 1:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=6))
+
+
+def from_rank_0(value):
+    """The value that rank 0 has, in every process."""
+    box = [value]
+    if ranks() > 1:
+        distributed.broadcast_object_list(box)
+    return box[0]
 
 
 def whole(low, high=2**31 - 1):
@@ -55,9 +85,13 @@ def distinct(flag, values):
 
 
 def pick_device(name):
-    """auto: cuda, then mps, then cpu. ValueError for a device that is not here."""
+    """auto: cuda, then mps, then cpu; under torchrun each process has a CUDA device of its own. ValueError for one not here."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() and ranks() == 1 else "cpu"
+    if ranks() > 1 and name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    elif ranks() > 1 and name != "cpu":
+        raise ValueError(f"--device {name}: under torchrun use auto, cpu or cuda, which gives each process its own")
     try:
         if name.partition(":")[0] not in ("cpu", "cuda", "mps"):
             raise RuntimeError
@@ -118,7 +152,8 @@ def provenance(corpus, device, dtype):
             return ""
     commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", "*.py")
     return dict(
-        command=shlex.join(["python", Path(sys.argv[0]).name] + sys.argv[1:]),
+        command=shlex.join((["torchrun", f"--nproc_per_node={ranks()}"] if ranks() > 1 else ["python"])
+                           + [Path(sys.argv[0]).name] + sys.argv[1:]),
         commit=(commit or "unknown") + (" with uncommitted changes" if changed else ""),
         versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__),
         machine=dict(system=platform.system(), processor=platform.machine(), capability=torch.backends.cpu.get_cpu_capability(),
@@ -128,13 +163,16 @@ def provenance(corpus, device, dtype):
 
 
 def write_file(path, content):
-    """Write bytes or text so that a reader sees the old file or the new one, never half of it."""
+    """Write bytes, text, or what content(file) writes, so that a reader sees the old file or the new one, never half of it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(partial, "wb") as file:
-            file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -150,23 +188,51 @@ def writable_folder(path):
         raise ValueError(f"--out {path}: cannot be made ({error.strerror})") from None
     if not os.access(Path(path), os.W_OK | os.X_OK):
         raise ValueError(f"--out {path}: cannot be written to")
+    for partial in Path(path).glob(".*.part"):  # what a killed process left; a living one is done within seconds
+        if time.time() - partial.stat().st_mtime > 600:
+            partial.unlink(missing_ok=True)
     return Path(path)
+
+
+def only_writer(folder):
+    """Keep other processes from writing to this folder: `with` what this returns. ValueError if another one is at it.
+
+    The lock ends with the process, however that ends. Not on Windows, which cannot lock a folder.
+    """
+    lock = contextlib.ExitStack()
+    try:
+        import fcntl
+    except ImportError:
+        return lock
+    handle = os.open(folder, os.O_RDONLY)
+    lock.callback(os.close, handle)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ValueError(f"another process is writing to {folder}; wait until it is done, or use another --out") from None
+    except OSError:  # a file system without locks
+        pass
+    return lock
 
 
 def write_json(path, data):
     write_file(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def run(main):
-    """Run a driver; Ctrl-C and what the operating system refuses end in one line, not a traceback."""
+def run(main, many=False):
+    """Run a driver; Ctrl-C and what the operating system refuses end in one line, not a traceback. many: under torchrun too."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not where a notebook or nobody is listening
             stream.reconfigure(errors="replace")  # a terminal that cannot show ± gets a question mark
     keep_freed_memory()
+    name = Path(sys.argv[0]).name
+    if ranks() > 1 and not many:
+        sys.exit(f"{name}: this is one process; start it with python, only train_compare.py runs under torchrun" if not rank() else 2)
     try:
         main()
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         sys.exit(1)

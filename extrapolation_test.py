@@ -25,7 +25,7 @@ from pos_learned import BEYOND
 from pos_rope import SCALINGS
 from report import buckets, label, markdown_table, mean_std, plot_extrapolation, plot_longer, spread, write_csv
 from tiny_lm import SCHEMES, TinyLM, load_model, reason, size_of
-from train_compare import at_its_positions, checkpoint_path, try_out, ways, with_options
+from train_compare import at_its_positions, checkpoint_path, ways, with_options
 
 QUICK = dict(out="results/quick", span_bytes=16384, windows=32)
 LONGER = dict(scaling=list(SCALINGS), beyond=["untrained", "clamp", "wrap", "interpolate"], times=(1, 2, 4, 8, 16),
@@ -327,10 +327,6 @@ def prepare(args):
     protocols = ["span", "fixed"] if args.protocol == "both" else [args.protocol]
     if "span" in protocols:
         score.span_length(lengths, args.span_bytes, len(corpus.val))
-    for scheme in {settings["scheme"] for _, settings in models if ".py:" in settings["scheme"]}:  # a window may let it see ahead
-        for window in filter(None, args.window):
-            size = next(size_of(settings) for _, settings in models if settings["scheme"] == scheme)
-            try_out(scheme, size | {"window": window}, 2 * window, device, dtype)
     for model, _ in models:
         model.to(device, dtype)
     writable_folder(args.out)

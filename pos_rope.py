@@ -55,6 +55,8 @@ def rope_frequencies(head_dim, base=10000.0, scaling="none", factor=None, traine
     if not 0 < base < float("inf"):
         raise ValueError(f"base={base}: must be a positive number")
     options = _checked(head_dim, base, scaling, factor, trained_len, options)
+    if scaling == "dynamic" and (length is None or not 0 <= length < float("inf")):
+        raise ValueError(f"scaling=dynamic: length={length} must be the current length, a number of at least 0")
     exact = torch.float32 if torch.device(device).type == "mps" else torch.float64
     pair = torch.arange(0, head_dim, 2, dtype=exact, device=device)  # 2i, (D/2,)
     if scaling in ("ntk", "dynamic"):
@@ -90,7 +92,7 @@ def _checked(head_dim, base, scaling, factor, trained_len, options):
     if factor is None or not 1 <= factor < float("inf"):
         raise ValueError(f"scaling={scaling}: factor={factor} must be a number of at least 1, wanted over trained length")
     if (trained_len is None and scaling in ("dynamic", "yarn", "llama3")) or (
-            trained_len is not None and not (trained_len >= 1 and trained_len == int(trained_len))):
+            trained_len is not None and not (1 <= trained_len < float("inf") and trained_len == int(trained_len))):
         raise ValueError(f"scaling={scaling}: trained_len={trained_len} must be a whole number of at least 1")
     if scaling in ("ntk", "dynamic") and head_dim == 2:
         raise ValueError(f"scaling={scaling}: head width 2 has one pair, and the fastest pair is never scaled; must be at least 4")

@@ -221,14 +221,20 @@ def attend(q, k, v, attn_mask=None, is_causal=False, scale=None, window=0):
 
 
 def windowed(q, k, v, attn_mask, scale, window):
-    """Sliding-window attention: query i sees keys i − window + 1 … i. In strips of queries, so at memory linear in T."""
+    """Sliding-window attention: query i sees keys i − window + 1 … i. In strips of queries, so at memory linear in T.
+
+    attn_mask: a bias to add, or True where a key may be seen. ValueError unless there are as many queries as keys.
+    """
     T, parts = q.shape[-2], []
+    if k.shape[-2] != T:
+        raise ValueError(f"a window needs as many queries as keys, not {T} and {k.shape[-2]}")
     for start in range(0, T, max(window, 64)):
         end, first = min(start + max(window, 64), T), max(0, start - window + 1)
         seen = torch.ones(end - start, end - first, dtype=torch.bool, device=q.device)
         seen = seen.tril(start - first).triu(start - first - window + 1)
-        if attn_mask is not None:  # a bias, causal already
-            seen = attn_mask[..., start:end, first:end].masked_fill(~seen, float("-inf"))
+        if attn_mask is not None:
+            part = attn_mask[..., start:end, first:end]
+            seen = part & seen if part.dtype == torch.bool else part.masked_fill(~seen, float("-inf"))
         parts.append(fused(q[..., start:end, :], k[..., first:end, :], v[..., first:end, :], attn_mask=seen, scale=scale))
     return torch.cat(parts, dim=-2)
 
@@ -285,6 +291,8 @@ def load_model(path):
         size = size_of(settings)
     except FileNotFoundError:
         raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror or error})") from None
     except Exception:  # torch.load raises a dozen types for a file that is cut short or of another kind
         raise ValueError(f"{path} is not a whole checkpoint of train_compare.py; delete it and train again") from None
     try:

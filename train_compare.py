@@ -4,17 +4,18 @@
     python train_compare.py --quick    # the same in small, half a minute, into results/quick/
     python train_compare.py --finetune-from rope alibi --scaling linear ntk yarn --train-len 1024 --steps 100
                                        # what is trained already, on longer windows, into results/finetune/
+    torchrun --nproc_per_node=4 train_compare.py   # each batch split over 4 processes, one per GPU where there are GPUs
 
 Writes train_compare.json, .csv, .md and .png (fine-tuning: finetune.json, .csv and .md) and checkpoints/ into --out. A
-(scheme, seed) that is already trained with the same settings and code is not trained again (see --force), so an interrupted
-comparison goes on with the first model that was not finished.
+(scheme, seed) that is already trained with the same settings and code is not trained again (see --force), and an interrupted
+run goes on where it was last saved, to the same numbers bit for bit: give the same command again.
 """
+import contextlib
 import copy
 import functools
 import hashlib
 import inspect
-import io
-import math
+import os
 import re
 import sys
 import time
@@ -23,16 +24,17 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import distributed
 from tqdm import tqdm
 
 import score
-from common import (HERE, Parser, code_hash, distinct, given, pick_device, pick_dtype, positive, provenance, run, whole, writable_folder,
-                    write_file, write_json)
+from common import (HERE, Parser, code_hash, distinct, from_rank_0, given, join_ranks, only_writer, pick_device, pick_dtype, positive,
+                    provenance, rank, ranks, run, whole, writable_folder, write_file, write_json)
 from data.corpus import NUMPY_SHA256, load_corpus
 from pos_rope import SCALINGS
 from pos_sin import SinusoidalPositionalEncoding
 from report import markdown_table, plot_loss_curves, spread, write_csv
-from tiny_lm import SCHEMES, TinyLM, load_model, parse_scheme, reason, size_of
+from tiny_lm import SCHEMES, VOCABULARY, TinyLM, load_model, parse_scheme, reason, size_of
 
 QUICK = dict(steps=250, batch_size=16, train_len=[64], dim=64, n_layer=2, out="results/quick")
 # Fine-tuning: rates are a quarter of those of the training, and the network is that of the checkpoint.
@@ -43,7 +45,7 @@ LETTERS = 97, 123  # a to z, of which random strings are made for --copies
 
 
 class Diverged(Exception):
-    """The loss became NaN or infinite."""
+    """A loss is NaN or infinite."""
 
 
 def arguments():
@@ -57,7 +59,7 @@ def arguments():
     what.add_argument("--data", default="numpy",
                       help="numpy (the installed NumPy's sources, the default), shakespeare, or a file, folder or glob")
     other = parser.add_argument_group("trained in another way, the same for every scheme")
-    other.add_argument("--random-positions", type=whole(0), default=0, metavar="MAX",
+    other.add_argument("--random-positions", type=whole(0, 2**20), default=0, metavar="MAX",
                        help="train at ordered random positions below MAX, other ones each step (Ruoss et al. 2023)")
     other.add_argument("--window", type=whole(0), default=0, metavar="N", help="a token sees the last N tokens only; 0: all (default)")
     other.add_argument("--copies", action="store_true",
@@ -75,7 +77,7 @@ def arguments():
     size.add_argument("--train-len", type=whole(1), nargs="+", default=[256], metavar="N",
                       help="bytes per window; of several lengths one step each in turn, with as many bytes (default: 256)")
     size.add_argument("--dim", type=whole(1), default=128, help="model width (default: 128)")
-    size.add_argument("--n-layer", type=whole(1), default=4, help="blocks (default: 4)")
+    size.add_argument("--n-layer", type=whole(1, 1000), default=4, help="blocks (default: 4)")
     size.add_argument("--n-head", type=whole(1), default=4, help="attention heads per block (default: 4)")
     size.add_argument("--lr", type=positive, default=0.02,
                       help="peak learning rate of Muon, for the matrices of the blocks (default: 0.02)")
@@ -85,8 +87,15 @@ def arguments():
     where.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps")
     where.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto",
                        help="training precision; auto: bf16 where the hardware has units for it")
+    where.add_argument("--grad-accum", type=whole(1), default=1, metavar="K",
+                       help="compute each batch in K parts one after another, at less memory (default: 1)")
+    where.add_argument("--compile", action="store_true", help="torch.compile the network: a minute first, then faster on a GPU")
+    where.add_argument("--save-every", type=whole(0), default=30, metavar="S",
+                       help="seconds between saves of a run in progress (default: 30)")
+    where.add_argument("--allow-future", action="store_true",
+                       help="train an attention of your own even if it sees what it is to predict")
     where.add_argument("--out", default="results", help="folder for results and checkpoints (default: results)")
-    where.add_argument("--force", action="store_true", help="train again what is already trained")
+    where.add_argument("--force", action="store_true", help="train again, from the start, what is already trained")
     where.add_argument("--quick", action="store_true",
                        help="a small network and 250 steps, into results/quick/; other flags still count")
     if "--quick" in sys.argv[1:]:
@@ -143,97 +152,144 @@ def optimizers(model, lr, adam_lr):
             torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
-def train(settings, data, device, dtype, bar, start=None, watch=None):
+def forward_backward(worker, x, y, positions, device, grad_accum=1):
+    """Mean loss over the batch x, y (B, T), its gradient added to worker's: over all ranks, in `grad_accum` parts on each."""
+    parts = [part.tensor_split(ranks() * grad_accum)[rank() * grad_accum:(rank() + 1) * grad_accum] for part in (x, y)]
+    loss = torch.zeros((), device=device)
+    for i, (inputs, targets) in enumerate(zip(*parts)):
+        wait = ranks() > 1 and i + 1 < grad_accum  # gradients are exchanged after the last part
+        with worker.no_sync() if wait else contextlib.nullcontext():
+            logits = worker(inputs.to(device), positions)  # (B, T, 256)
+            part = F.cross_entropy(logits.float().flatten(0, 1), targets.to(device).long().flatten()) * (len(inputs) / len(x))
+            (part * ranks()).backward()  # the exchange takes the mean over ranks
+        loss += part.detach()
+    if ranks() > 1:
+        distributed.all_reduce(loss)
+    return loss
+
+
+def train(settings, data, device, dtype, bar, start=None, watch=None, saved=None, save=None, grad_accum=1, compiled=False):
     """One model from its settings -> (TinyLM in float32 on `device`, curve {"step", "loss"}). Diverged on a bad loss.
 
     In bf16 the products run on a bf16 copy of the weights, while the optimizers keep and update the float32 ones.
     start: weights to go on from. watch: called as watch(model, steps done), first before step 0.
+    saved: the state of an interrupted run, to go on to the same numbers. save: called every 10 steps with such a state.
     """
     torch.manual_seed(settings["seed"])
     model = TinyLM(settings["scheme"], **size_of(settings))
     if start:
         model.load_state_dict(start)
     model.to(device)
+    both = optimizers(model, settings["lr"], settings["adam_lr"])
+    generators = [torch] + ([torch.get_device_module(device)] if device.type != "cpu" else [])
+    first, curve, recent = 0, {"step": [], "loss": []}, []
+    if saved:
+        first, curve = saved["step"], copy.deepcopy(saved["curve"])
+        model.load_state_dict(saved["model"])
+        for optimizer, state in zip(both, saved["optimizers"]):
+            optimizer.load_state_dict(state)
+        for generator, state in zip(generators, saved["generators"]):
+            generator.set_rng_state(state)
     worker = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
     pairs = list(zip(model.parameters(), worker.parameters()))
-    both = optimizers(model, settings["lr"], settings["adam_lr"])
-    peaks = [optimizer.param_groups[0]["lr"] for optimizer in both]
-    curve, recent = {"step": [], "loss": []}, []
+    if compiled:
+        worker = torch.compile(worker)
+    if ranks() > 1:
+        worker = torch.nn.parallel.DistributedDataParallel(worker)
     started = time.perf_counter()
-    if watch:
+    if watch and not saved:
         watch(model, 0)
-    for step in range(settings["steps"]):
+    for step in range(first, settings["steps"]):
         length = settings["train_lens"][step % len(settings["train_lens"])]
         x, y = batch(data, settings["seed"], step, settings["batch_size"] * settings["train_len"] // length, length,
                      settings["copies"])
         positions = None
         if settings["random_positions"]:
             positions = random_positions(settings["seed"], step, length, settings["random_positions"]).to(device)
-        logits = worker(x.to(device), positions)  # (B, L, 256)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), y.to(device).long().flatten())
-        loss.backward()
+        loss = forward_backward(worker, x, y, positions, device, grad_accum)
         for main, copied in pairs:
             if main is not copied and copied.grad is not None:
                 main.grad, copied.grad = copied.grad.float(), None
-        for optimizer, peak in zip(both, peaks):
-            optimizer.param_groups[0]["lr"] = peak * learning_rate(step, settings["steps"])
+        rates = [peak * learning_rate(step, settings["steps"]) for peak in (settings["lr"], settings["adam_lr"])]
+        for optimizer, rate in zip(both, rates):
+            optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            if worker is not model:
+            if dtype != torch.float32:
                 torch._foreach_copy_([copied for _, copied in pairs], [main for main, _ in pairs])
-        recent.append(loss.detach())
-        if len(recent) == 10 or step + 1 == settings["steps"]:  # reading a loss waits for the device, so not every step
+        recent.append(loss)
+        done = step + 1
+        if watch:
+            watch(model, done)
+        if done % 10 == 0 or done == settings["steps"]:  # reading a loss waits for the device, so not every step
+            bad = next((i for i, value in enumerate(recent) if not value.isfinite()), None)
+            if bad is not None:
+                at = done - len(recent) + bad
+                rates = [peak * learning_rate(at, settings["steps"]) for peak in (settings["lr"], settings["adam_lr"])]
+                raise Diverged(f"loss {recent[bad]} at step {at + 1} of {settings['steps']} (rates {rates[0]:.3g} and {rates[1]:.3g}); "
+                               "try a lower --lr and --adam-lr")
             mean = torch.stack(recent).mean().item()
-            if not math.isfinite(mean):
-                raise Diverged(f"loss {mean} by step {step + 1} of {settings['steps']} (peak learning rate {settings['lr']:g}); "
-                               "try a lower --lr")
-            curve["step"].append(step + 1)
+            curve["step"].append(done)
             curve["loss"].append(round(mean, 5))
-            tokens = (step + 1) * settings["batch_size"] * settings["train_len"]
+            tokens = (done - first) * settings["batch_size"] * settings["train_len"]
             bar.set_postfix_str(f"loss {mean:.3f}, {tokens / (time.perf_counter() - started) / 1000:.1f}k tokens/s", refresh=False)
             recent = []
+            if save and done < settings["steps"]:
+                save(dict(step=done, model=model.state_dict(), optimizers=[optimizer.state_dict() for optimizer in both], curve=curve,
+                          generators=[generator.get_rng_state() for generator in generators]))
         bar.update()
-        if watch:
-            watch(model, step + 1)
     return model, curve
 
 
-def train_and_score(settings, corpus, device, dtype, start=None):
+def train_and_score(settings, corpus, device, dtype, start=None, saved=None, resume=None, save_every=30, grad_accum=1, compiled=False):
     """One (scheme, seed) -> (model, row): trained, then scored on the held-out text at the training length.
 
     A run that diverges or does not fit in memory gives no model, and a row that says so. With weights to start from, the
-    fixed-target perplexity at the training length is scored on the way as well.
+    fixed-target perplexity at the training length is scored on the way as well. Every `save_every` seconds the state of the
+    run goes to the file `resume`, from which it can go on as `saved`.
     """
     n, plain = settings["train_len"], TinyLM("none", **{key: settings[key] for key in ("dim", "n_layer", "n_head")})
-    lengths = settings["train_lens"]
-    taken = [lengths[step % len(lengths)] for step in range(settings["steps"])]
+    lengths, steps = settings["train_lens"], settings["steps"]
+    taken = {length: len(range(i, steps, len(lengths))) for i, length in enumerate(lengths)}  # how many steps of each
     row = dict(scheme=settings["scheme"], seed=settings["seed"], steps=settings["steps"],
-               tokens=sum(length * (settings["batch_size"] * n // length) for length in taken), train_ppl=None, val_ppl=None,
+               tokens=sum(count * length * (settings["batch_size"] * n // length) for length, count in taken.items()), train_ppl=None, val_ppl=None,
                parameters=None, position_parameters=None, seconds=None, tokens_per_second=None, dtype=settings["dtype"], note="",
                curve={"step": [], "loss": []})
     quiet = 0.1 if sys.stderr.isatty() else 30  # seconds between updates
-    watched, watching = {"step": [], "ppl": []}, []
+    watched = saved["watched"] if saved else {"step": [], "ppl": []}
     ends = score.fixed_ends(len(corpus.val), n, WATCHED_WINDOWS) if start else None
+    clock = {"started": time.perf_counter() - (saved["seconds"] if saved else 0), "saved": time.perf_counter()}
 
     def watch(model, step):
-        if step in WATCHED or step == settings["steps"]:
+        if rank() == 0 and (step in WATCHED or step == settings["steps"]):
             since = time.perf_counter()
             watched["step"].append(step)
             watched["ppl"].append(score.scores(score.fixed(at_its_positions(model, settings), corpus.val, n, ends, device))["ppl"])
-            watching.append(time.perf_counter() - since)
+            clock["started"] += time.perf_counter() - since  # scoring is no training time
 
-    started = time.perf_counter()
-    with tqdm(total=settings["steps"], desc=f"{settings['scheme']}, seed {settings['seed']}", unit="step", mininterval=quiet) as bar:
+    def save(state):
+        now = time.perf_counter()
+        if rank() or now - clock["saved"] < save_every or not all(weight.isfinite().all() for weight in state["model"].values()):
+            return
+        state = state | dict(settings=settings, watched=watched, seconds=now - clock["started"])
+        write_file(resume, lambda file: torch.save(state, file))
+        clock["saved"] = time.perf_counter()
+
+    with tqdm(total=settings["steps"], initial=saved["step"] if saved else 0, desc=f"{settings['scheme']}, seed {settings['seed']}",
+              unit="step", mininterval=quiet, disable=rank() > 0) as bar:
         try:
-            model, curve = train(settings, corpus.train, device, dtype, bar, start, watch if start else None)
+            model, curve = train(settings, corpus.train, device, dtype, bar, start, watch if start else None, saved,
+                                 save if resume else None, grad_accum, compiled)
         except Diverged as error:
             return None, row | {"note": str(error)}
-        except RuntimeError as error:
-            if "memory" not in str(error):
+        except (RuntimeError, MemoryError) as error:
+            if not isinstance(error, MemoryError) and "memory" not in str(error) or ranks() > 1:  # of several ranks the others would wait for this one
                 raise
-            return None, row | {"note": "out of memory; try a smaller --batch-size"}
-    seconds = time.perf_counter() - started - sum(watching)
+            return None, row | {"note": "out of memory; try a larger --grad-accum, or a smaller --batch-size"}
+    if rank():
+        return model, row
+    seconds = time.perf_counter() - clock["started"]
     span = score.span(at_its_positions(model, settings), corpus.val, n,
                       score.span_length([n], score.SPAN_BYTES, len(corpus.val)), device)
     scored = score.scores(span)
@@ -246,15 +302,79 @@ def train_and_score(settings, corpus, device, dtype, start=None):
         curve=curve | ({"watched": watched} if start else {}))
 
 
+def differences(old, new):
+    """In words, where the settings of a file are not those of this command."""
+    names = {"code": "other code", "sha256": "other text", "finetuned_from": "another start", "train_lens": None}
+    words = [names.get(key, f"{key} {old.get(key)}, not {new[key]}") for key in new if old.get(key) != new[key]]
+    return ", ".join(filter(None, words)) or "other lengths"
+
+
+def finished(path, settings):
+    """The row of a checkpoint with the same settings, or None; one of other settings is told of, since it will be replaced."""
+    try:
+        _, saved = load_model(path)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        print(f"notice: {error}")
+        return None
+    if saved["settings"] != settings:
+        print(f"notice: {path} was trained with {differences(saved['settings'], settings)}; it will be replaced")
+        return None
+    return saved["row"]
+
+
+def unfinished(path, settings):
+    """The state that an interrupted run of the same settings has saved, or None."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        old, _ = saved["settings"], [saved[key] for key in ("step", "model", "optimizers", "curve", "generators", "watched", "seconds")]
+    except FileNotFoundError:
+        return None
+    except Exception:  # torch.load raises a dozen types for a file that is cut short or of another kind
+        print(f"notice: {path} is not the whole state of an interrupted run; this one starts at the beginning")
+        return None
+    if old != settings:
+        print(f"notice: {path} is of a run with {differences(old, settings)}; this one starts at the beginning and replaces it")
+        return None
+    return saved
+
+
+def find_or_train(path, settings, corpus, device, dtype, start=None, force=False, **how):
+    """The row of the model at `path`: found there, or trained, from where it was interrupted, and put there.
+
+    how: save_every, grad_accum and compiled of train_and_score. A row with a note and no perplexity has no model.
+    """
+    who, resume = f"{settings['scheme']}, seed {settings['seed']}", path.with_suffix(".resume")
+    row = from_rank_0(None if force or rank() else finished(path, settings))
+    if row:
+        print(f"{who}: already trained, {path}")
+        return row
+    saved = from_rank_0(None if force or rank() else unfinished(resume, settings))
+    if saved:
+        print(f"{who}: goes on from step {saved['step']}")
+    model, row = train_and_score(settings, corpus, device, dtype, start, saved, resume, **how)
+    if rank():
+        return row
+    if model is None:
+        kept = f"; {resume} keeps the last good state" if resume.exists() else ""
+        print(f"{who}: {row['note']}{kept}", file=sys.stderr)
+        return row
+    weights = {name: weight.cpu() for name, weight in model.state_dict().items()}
+    write_file(path, lambda file: torch.save({"settings": settings, "row": row, "model": weights}, file))
+    resume.unlink(missing_ok=True)
+    return row
+
+
 def checkpoint_path(out, scheme, seed):
     """results/checkpoints/rope-base=10-seed0.pt for rope:base=10, seed 0."""
     return Path(out) / "checkpoints" / (re.sub(r"[^A-Za-z0-9=.,+_-]+", "-", scheme).strip("-.") + f"-seed{seed}.pt")
 
 
-def try_out(scheme, size, length, device, dtype, maximum=0):
+def try_out(scheme, size, length, device, dtype, maximum=0, allow_future=False):
     """A forward and a backward as in training, so that a scheme that cannot work is told before anything is trained.
 
-    maximum: of the random positions, if there are any.
+    maximum: of the random positions, if there are any. allow_future: do not mind an attention that sees what it predicts.
 
     The two sequences differ in their last byte only: an attention that sees what it predicts shows it in earlier logits.
     """
@@ -274,12 +394,18 @@ def try_out(scheme, size, length, device, dtype, maximum=0):
         raise
     except Exception as error:  # somebody's own class may raise anything
         name = str(dtype).removeprefix("torch.")
+        if "memory" in str(error):
+            raise ValueError(f"scheme '{scheme}': two windows of {length} do not fit in memory; use a shorter --train-len or a smaller "
+                             "network") from None
         raise ValueError(f"scheme '{scheme}' does not work in this network ({name}): {reason(error)}") from None
     if exact.shape != (2, length, 256):
         raise ValueError(f"scheme '{scheme}': logits have shape {tuple(exact.shape)}, must be (2, {length}, 256)")
-    if length > 1 and (exact[0, :-1] - exact[1, :-1]).abs().max() > 1e-4 * exact.abs().max():
+    idle = [name for name, weight in model.named_parameters() if weight.grad is None]
+    if ranks() > 1 and idle:
+        raise ValueError(f"scheme '{scheme}': {idle[0]} gets no gradient, which training under torchrun needs for every weight")
+    if not allow_future and length > 1 and (exact[0, :-1] - exact[1, :-1]).abs().max() > 1e-4 * exact.abs().max():
         raise ValueError(f"scheme '{scheme}' sees what it is to predict: a later byte moves earlier logits; "
-                         "its attention must be causal")
+                         "its attention must be causal (or say --allow-future)")
 
 
 def prepare(args):
@@ -304,17 +430,25 @@ def prepare(args):
     corpus = load_corpus(data)
     corpus.require(L)
     score.span_length([L], score.SPAN_BYTES, len(corpus.val))
+    parts = ranks() * args.grad_accum
+    if args.batch_size < parts:
+        raise ValueError(f"--batch-size {args.batch_size} cannot be split in {parts} parts ({ranks()} processes × --grad-accum {args.grad_accum})")
     if args.random_positions and args.random_positions < L:
         raise ValueError(f"--random-positions {args.random_positions} is below the training length {L}; use 2 to 16 times that")
     size = dict(dim=args.dim, n_layer=args.n_layer, n_head=args.n_head, max_len=max(16 * L, args.random_positions),
                 trained_len=L, window=args.window)
+    weights = args.n_layer * 12 * args.dim**2 + (2 * VOCABULARY + size["max_len"]) * args.dim  # the last of a learned table
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else float("inf")
+    if 16 * weights > memory:  # with gradients and the optimizers' averages
+        raise ValueError(f"--dim {args.dim} --n-layer {args.n_layer}: {weights:,} weights take {16 * weights / 1e9:,.0f} GB in training, and "
+                         f"this machine has {memory / 1e9:.0f} GB")
     paths, runs, codes = {}, [], {}
     for scheme, seed, start, parent in starts:
         cls, _ = parse_scheme(scheme)
         kept = {key: parent[key] for key in ("dim", "n_layer", "n_head", "max_len", "trained_len") if parent}
         if scheme not in codes:
-            try_out(scheme, size | kept, L, device, dtype, args.random_positions)
-            parts = [batch, learning_rate, optimizers, train] + [copies] * args.copies + [random_positions] * bool(args.random_positions)
+            try_out(scheme, size | kept, L, device, dtype, args.random_positions, args.allow_future)
+            parts = [batch, learning_rate, optimizers, forward_backward, train] + [copies] * args.copies + [random_positions] * bool(args.random_positions)
             files = [HERE / "tiny_lm.py", HERE / "score.py", HERE / "data" / "corpus.py", Path(inspect.getfile(cls))]
             codes[scheme] = code_hash(*(inspect.getsource(part).encode() for part in parts), *(file.read_bytes() for file in files))
         path = checkpoint_path(args.out, scheme, seed)
@@ -401,15 +535,6 @@ def with_options(scheme, **options):
     return scheme + (colon + ",".join(text) if options else "")
 
 
-def already_trained(path, settings):
-    """The row of a checkpoint with the same settings, or None."""
-    try:
-        _, saved = load_model(path)
-    except (FileNotFoundError, ValueError):
-        return None
-    return saved["row"] if saved["settings"] == settings else None
-
-
 def write_results(out, rows, about):
     """The rows so far -> train_compare.json, .csv, .md, .png; returns the table."""
     write_json(out / "train_compare.json", about | {"rows": rows})
@@ -458,40 +583,47 @@ def write_finetune(out, rows, about, train_len):
 
 def main():
     parser, args = arguments()
+    if rank():  # rank 0 alone speaks and writes
+        sys.stdout = open(os.devnull, "w")
     try:
         device, dtype, corpus, runs = prepare(args)
-        out = writable_folder(args.out)
-        writable_folder(out / "checkpoints")
+        out, lock = Path(args.out), contextlib.nullcontext()
+        if rank() == 0:
+            writable_folder(out)
+            lock = only_writer(writable_folder(out / "checkpoints"))
     except ValueError as error:
         parser.error(str(error))
     print(f"{corpus.name}: {len(corpus.train):,} bytes to train on, {len(corpus.val):,} held out; "
-          f"{device.type}, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads")
+          f"{device.type}, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
+          + (f" in each of {ranks()} processes" if ranks() > 1 else ""))
     parent = runs[0][2]["finetuned_from"]
     if parent and (corpus.sha256, corpus.held_out) != (parent["sha256"], parent["held_out"]):
         print("notice: the checkpoints were trained on other text, or another part of it; what is held out here may have been seen there")
     elif runs[0][2]["data"] == "numpy" and corpus.sha256 != NUMPY_SHA256:
         print(f"notice: this is not the text of the committed results (that is NumPy 2.4.6); its SHA-256 is {corpus.sha256}")
-    about, rows = provenance(corpus, device, dtype), []
+    about, rows, table = provenance(corpus, device, dtype), [], ""
     write = functools.partial(write_finetune, train_len=max(args.train_len)) if args.finetune_from else write_results
     try:
-        for path, start, settings in runs:
-            row = None if args.force else already_trained(path, settings)
-            if row:
-                print(f"{settings['scheme']}, seed {settings['seed']}: already trained, {path}")
-            else:
-                model, row = train_and_score(settings, corpus, device, dtype, start)
-                if model is None:
-                    print(f"{settings['scheme']}, seed {settings['seed']}: {row['note']}", file=sys.stderr)
-                else:
-                    file, weights = io.BytesIO(), {name: weight.cpu() for name, weight in model.state_dict().items()}
-                    torch.save({"settings": settings, "row": row, "model": weights}, file)
-                    write_file(path, file.getvalue())
-            rows.append(row)
-            table = write(out, rows, about)
+        with lock:
+            join_ranks(device)
+            for path, start, settings in runs:
+                rows.append(find_or_train(path, settings, corpus, device, dtype, start, args.force, save_every=args.save_every,
+                                          grad_accum=args.grad_accum, compiled=args.compile))
+                if rank() == 0:
+                    table = write(out, rows, about)
     except KeyboardInterrupt:
-        print(f"\nstopped; {len(rows)} of {len(runs)} runs are finished and kept, the same command goes on from there",
-              file=sys.stderr)
+        print(f"\nstopped; {len(rows)} of {len(runs)} runs are finished and kept, the same command goes on with the next where it was "
+              f"last saved (every {args.save_every} s)", file=sys.stderr)
         raise
+    except RuntimeError as error:
+        if ranks() > 1:  # another process is gone, or this one ran out of memory
+            sys.exit(f"train_compare.py, rank {rank()} of {ranks()}: {reason(error)}; all ranks end, the same command goes on where it was "
+                     "last saved")
+        if args.compile:
+            sys.exit(f"train_compare.py: --compile does not work here: {reason(error)}; leave it out")
+        raise
+    if ranks() > 1:
+        distributed.destroy_process_group()
     print("\n" + table)
     name = "finetune" if args.finetune_from else "train_compare"
     flags = (" --quick" if args.quick else "") + (f" --out {args.out}" if args.finetune_from or given("--out") else "")
@@ -499,4 +631,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, many=True)

@@ -14,6 +14,7 @@ single file, and where that rule would leave one side empty, the last 10 %.
 """
 import glob
 import hashlib
+import http.client
 import os
 import urllib.request
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ NUMPY_SHA256 = "73b8507fdd13f8d36989897367324716146ddaaa2e08fe6885dd7e7728c3b77a
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_PATH = Path(__file__).parent / "tinyshakespeare.txt"
+TIMEOUT = 30  # seconds without a byte
 
 
 @dataclass
@@ -123,15 +125,20 @@ def _fetch_shakespeare():
     by_hand = f"put the file at {SHAKESPEARE_PATH} by hand (from {SHAKESPEARE_URL})"
     if not SHAKESPEARE_PATH.exists():
         try:
-            with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as reply:
-                text = reply.read()
-        except (OSError, ValueError) as error:
+            with urllib.request.urlopen(SHAKESPEARE_URL, timeout=TIMEOUT) as reply:
+                text = reply.read(10 * 2**20)
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise ValueError(f"--data shakespeare: could not be fetched ({error}); {by_hand}") from None
         if hashlib.sha256(text).hexdigest() != SHAKESPEARE_SHA256:
             raise ValueError(f"--data shakespeare: what came ({len(text):,} bytes) is not the known text; {by_hand}")
         partial = SHAKESPEARE_PATH.with_suffix(f".{os.getpid()}.part")
-        partial.write_bytes(text)
-        partial.replace(SHAKESPEARE_PATH)
+        try:
+            partial.write_bytes(text)
+            partial.replace(SHAKESPEARE_PATH)
+        except OSError as error:
+            raise ValueError(f"--data shakespeare: cannot be kept ({error}); {by_hand}") from None
+        finally:
+            partial.unlink(missing_ok=True)
     if _file_sha256(SHAKESPEARE_PATH) != SHAKESPEARE_SHA256:
         raise ValueError(f"--data shakespeare: {SHAKESPEARE_PATH} is not the known text; delete it, or {by_hand}")
     return SHAKESPEARE_PATH

@@ -368,21 +368,3 @@ def test_options_that_are_in_the_scheme_already(cli, trained, tmp_path):
     assert cli(extrapolation_test, *CPU, "--longer", "--out", tmp_path / "o", "--lengths", 64, 128, "--span-bytes", 1024, "--windows", 4, "--window", 0)[0] == 0
     rows = rows_of(tmp_path / "o", "longer")
     assert {key[:2] for key in rows} == {(scheme, "") for scheme in schemes} and all(row["ppl"] for row in rows.values())
-
-
-def test_a_window_that_lets_an_own_attention_see_ahead_is_refused(cli, trained, tmp_path):
-    (tmp_path / "own.py").write_text("""import torch
-from torch import nn
-class Bool(nn.Module):
-    def __init__(self, dim, n_head, attend=torch.nn.functional.scaled_dot_product_attention):
-        super().__init__()
-        self.qkv, self.out, self.attend = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False), attend
-    def forward(self, x, positions=None):
-        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
-        T = x.shape[1]
-        return self.out(self.attend(q, k, v, attn_mask=torch.ones(T, T, dtype=torch.bool).tril())[:, 0])
-""")
-    base = "--steps 2 --batch-size 2 --train-len 64 --dim 16 --n-layer 1 --n-head 1 --dtype fp32 --device cpu".split()
-    assert cli(train_compare, *base, "--data", trained.parent / "words.txt", "--out", tmp_path / "o", "--schemes", f"{tmp_path / 'own.py'}:Bool")[0] == 0
-    code, _, stderr = cli(extrapolation_test, *CPU, "--out", tmp_path / "o", "--window", 0, 8)
-    assert code == 2 and "sees what it is to predict" in stderr

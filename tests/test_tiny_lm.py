@@ -345,6 +345,19 @@ def test_a_window_with_a_bias():
     assert torch.allclose(attention(x, positions), expected, atol=1e-10) and model(ids, positions).isfinite().all()
 
 
+def test_a_window_with_a_boolean_mask():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 3, 90, 8, dtype=torch.float64)
+    odd = torch.arange(90)[:, None] - torch.arange(90)  # every key at an even distance, and itself
+    mask = (odd >= 0) & (odd % 2 == 0)
+    bias = torch.zeros(90, 90, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+    assert torch.allclose(attend(q, k, v, attn_mask=mask, window=7), full_windowed(q, k, v, 8 ** -0.5, 7, bias), atol=1e-12)
+    everything = torch.ones(90, 90, dtype=torch.bool)  # a window never lets a query see ahead
+    assert torch.allclose(attend(q, k, v, attn_mask=everything, window=7), full_windowed(q, k, v, 8 ** -0.5, 7), atol=1e-12)
+    with pytest.raises(ValueError, match="as many queries as keys, not 1 and 90"):
+        attend(q[..., :1, :], k, v, window=7)
+
+
 def test_a_window_needs_an_attention_that_can_have_one(tmp_path):
     (tmp_path / "own.py").write_text("from torch import nn\nclass Own(nn.Module):\n    def __init__(self, dim, n_head):\n        super().__init__()\n"
                                      "        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)\n")
