@@ -1,11 +1,14 @@
 """Break position on purpose, and compare what happens with what the textbooks say.
 
-    python break_position.py                # all experiments, on the checkpoints of train_compare.py; about 2 minutes
+    python break_position.py                # all experiments, on the checkpoints of train_compare.py; about 20 minutes
     python break_position.py order swap     # some of them
     python break_position.py --quick        # on those of train_compare.py --quick, some seconds
 
     order        without positions attention cannot tell 我打你 from 你打我
     no-encoding  a model without positions cannot learn order; and: the causal mask tells it where it is
+    unscramble   words in the wrong order in, the sentence out: trained and tested for each scheme (trains 10 small models a seed)
+    bag          neither mask nor positions: the next byte from the bag of the bytes before it (trains 2 models a seed)
+    theta        RoPE with base 10 … 1,000,000 in place of 10,000 (trains 5 models a seed and keeps them in --out/theta)
     long         trained at 256, read at 4096: where it breaks, and what each scaling saves
     swap         a model read at other positions than it was trained with, or with another scheme
 
@@ -14,26 +17,32 @@ code. Writes break_<name>.json and .md into --out, .png where a picture helps, a
 """
 import json
 import math
+import re
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tqdm import tqdm
 
 import score
-from common import Parser, distinct, pick_device, provenance, run, whole, writable_folder, write_file, write_json
-from data.corpus import load_corpus
+from common import Parser, distinct, only_writer, pick_device, provenance, run, whole, writable_folder, write_file, write_json
+from context_test import attention_by_distance
+from data.corpus import SHAKESPEARE_PATH, load_corpus
 from extrapolation_test import find_checkpoints, read_as, trained_as
 from pos_alibi import ALiBiAttention
 from pos_learned import LearnedPositionalEmbedding
 from pos_rope import RoPEAttention
 from pos_sin import SinusoidalPositionalEncoding
 from report import buckets, markdown_table, plot_lines, spread
-from tiny_lm import SCHEMES, PlainAttention, TinyLM, size_of
-from train_compare import ways
+from tiny_lm import SCHEMES, PlainAttention, TinyLM, load_model, size_of
+from train_compare import checkpoint_path, find_or_train, learning_rate, optimizers, ways
 
 POSITIONED = ("learned", "sin", "rope", "alibi")
+SPAN_OF_WAYS = 65536  # targets where many ways are read at many lengths, as in extrapolation_test.py --longer
 
 
 def arguments():
@@ -197,6 +206,249 @@ def no_encoding(args, models, corpus, trained):
         table=markdown_table(["scheme", f"perplexity at {L}"] + ["R² at the input"] + [f"after block {i + 1}" for i in range(trained["n_layer"])], table))
 
 
+# unscramble
+
+LONGEST, WORDS = 48, (3, 8)  # bytes of a sentence, and how many words
+
+
+def sentences(text):
+    """The sentences of 3 to 8 plain words in a text, uint8 -> lists of words in lower case, each sentence once."""
+    found = {}
+    for match in re.finditer(rf"[A-Z][a-z]+(?:,? [a-z']+){{{WORDS[0] - 1},{WORDS[1] - 1}}}(?=[.!?;:])", re.sub(r"\s+", " ", bytes(text).decode("latin-1"))):
+        words = match[0].replace(",", "").lower().split()
+        if len(" ".join(words)) <= LONGEST and len(set(words)) > 2:
+            found[" ".join(words)] = words
+    return list(found.values())
+
+
+def split_sentences(corpus):
+    """Sentences to train on, and held-out ones: none of these has the words of a training sentence, in whatever order."""
+    train, held = sentences(corpus.train), sentences(corpus.val)
+    seen = {tuple(sorted(words)) for words in train}
+    return train, [words for words in held if tuple(sorted(words)) not in seen]
+
+
+def scramble(several, rng):
+    """Sentences -> bytes "shuffled\\noriginal\\n" and zeros, uint8 (B, T + 1), and which of the T targets are of the original.
+
+    No order is drawn that reads like the original.
+    """
+    texts = np.zeros((len(several), 2 * LONGEST + 2), np.uint8)
+    answer = np.zeros((len(several), 2 * LONGEST + 1), bool)
+    for row, words in enumerate(several):
+        mixed = words
+        while mixed == words:
+            mixed = [words[i] for i in rng.permutation(len(words))]
+        first, second = (" ".join(order).encode() + b"\n" for order in (mixed, words))
+        texts[row, :len(first + second)] = list(first + second)
+        answer[row, len(first) - 1:len(first + second) - 1] = True
+    return torch.from_numpy(texts), torch.from_numpy(answer)
+
+
+def fit(model, steps, loss_at, lr=0.02, adam_lr=0.015, what=""):
+    """Train a model by the recipe of train_compare.py in float32: loss_at(step) -> loss."""
+    both = optimizers(model, lr, adam_lr)
+    for step in tqdm(range(steps), desc=what, unit="step", mininterval=0.1 if sys.stderr.isatty() else 30):
+        loss_at(step).backward()
+        for optimizer, peak in zip(both, (lr, adam_lr)):
+            optimizer.param_groups[0]["lr"] = peak * learning_rate(step, steps)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.eval()
+
+
+def unscramble(args, models, corpus, trained):
+    steps, batch, rows, texts, examples = (30 if args.quick else 300), 64, [], {"corpus": corpus}, []
+    if SHAKESPEARE_PATH.exists() and not args.quick and "shakespeare" not in corpus.name.lower():
+        texts["Shakespeare"] = load_corpus("shakespeare")
+    for name, text in texts.items():
+        train, held = split_sentences(text)
+        held = held[:1000]
+        if len(train) < 200 or len(held) < 20:
+            raise ValueError(f"{text.name}: {len(train)} sentences of 3 to 8 words to train on and {len(held)} held out are too few "
+                             "(needed: 200 and 20)")
+        inputs, answer = scramble(held, np.random.default_rng(1))
+        inputs, answer = inputs.to(args.device), answer.to(args.device)
+        words = np.array([len(sentence) for sentence in held])
+        # what one gets without reading: the most frequent byte after the byte before; and the shuffled words as they came
+        pairs, known = np.zeros((256, 256)), scramble(train, np.random.default_rng(2))
+        np.add.at(pairs, (known[0][:, :-1][known[1]].numpy(), known[0][:, 1:][known[1]].numpy()), 1)
+        x, y, asked = inputs[:, :-1].cpu().numpy(), inputs[:, 1:].cpu().numpy(), answer.cpu().numpy()
+        guess = [("pairs of bytes", 0, pairs.argmax(1)[x] == y)]
+        for scheme in SCHEMES:
+            for seed in args.seeds:
+                torch.manual_seed(seed)
+                model = TinyLM(scheme, 64, 2, 4, max_len=2 * LONGEST + 2).to(args.device)
+                rng = np.random.default_rng(seed)
+
+                def loss_at(step):
+                    mixed, asked = scramble([train[i] for i in rng.integers(0, len(train), batch)], rng)
+                    logits = model(mixed[:, :-1].to(args.device))
+                    return F.cross_entropy(logits[asked.to(args.device)], mixed[:, 1:][asked].to(args.device).long())
+                fit(model, steps, loss_at, what=f"unscramble, {name}, {scheme}, seed {seed}")
+                with torch.no_grad():
+                    answers = torch.cat([model(part[:, :-1]).argmax(-1) for part in inputs.split(100)])
+                guess.append((scheme, seed, (answers == inputs[:, 1:]).cpu().numpy()))
+                if scheme == "rope" and seed == args.seeds[0]:
+                    reads = lambda row, marks: bytes(row[marks].tolist()).decode("latin-1").strip()
+                    examples += [f"{bytes(x[i]).decode('latin-1').split(chr(10))[0]} → {reads(answers[i], answer[i])}" for i in range(3)]
+        for scheme, seed, right in guess:
+            exact = (right | ~asked).all(1)
+            rows.append(dict(text=name, scheme=scheme, seed=seed, bytes_right=float(right[asked].mean()), exact=float(exact.mean()),
+                             exact_by_words={int(n): float(exact[words == n].mean()) for n in np.unique(words)},
+                             train_sentences=len(train), held_out=len(held)))
+        chance = {n: float(np.mean([1 / max(1, orders(sentence) - 1) for sentence in held if len(sentence) == n])) for n in map(int, np.unique(words))}
+        rows.append(dict(text=name, scheme="any order of the words", seed=0, bytes_right=None,
+                         exact=float(np.mean([1 / max(1, orders(sentence) - 1) for sentence in held])), exact_by_words=chance))
+    of = lambda text, scheme, key: [row[key] for row in rows if (row["text"], row["scheme"]) == (text, scheme)]
+    lengths = sorted({n for row in rows for n in row["exact_by_words"]})
+    percent = lambda values: "–" if None in values or not values else spread([100 * value for value in values])
+    table = [[text, scheme, percent(of(text, scheme, "bytes_right")), percent(of(text, scheme, "exact"))]
+             + [percent([by[n] for by in of(text, scheme, "exact_by_words") if n in by]) for n in lengths]
+             for text in texts for scheme in dict.fromkeys(row["scheme"] for row in rows)]
+    mean = lambda scheme, key: float(np.mean([row[key] for row in rows if row["scheme"] == scheme]))
+    none, floor = mean("none", "bytes_right"), mean("pairs of bytes", "bytes_right")
+    best = max(POSITIONED, key=lambda scheme: mean(scheme, "bytes_right"))
+    return dict(
+        expectation="Words shuffled in, the sentence out: without an encoding this is not learned at all.",
+        measured=f"Of the bytes of held-out sentences `none` gets {none:.0%} right, {best} as the best of the four {mean(best, 'bytes_right'):.0%}, "
+                 f"the commonest byte after each {floor:.0%} (given the right beginning). Whole sentences: {mean('none', 'exact'):.1%} and "
+                 f"{mean(best, 'exact'):.1%}; to put the words in any order would give {mean('any order of the words', 'exact'):.1%}.",
+        verdict="confirmed" if none <= 1.1 * floor else "refuted" if none >= 0.95 * mean(best, "bytes_right") else "partly",
+        table=markdown_table(["sentences of", "scheme", "bytes right, %", "sentences right, %"] + [f"of {n} words" for n in lengths], table).replace("---:", "---", 1)
+              + "\nRoPE on held-out sentences: " + "; ".join(examples) + ".\n", rows=rows)
+
+
+def orders(words):
+    """In how many different orders these words can stand."""
+    return math.factorial(len(words)) // math.prod(math.factorial(words.count(word)) for word in set(words))
+
+
+# bag
+
+BAGS = (1, 4, 16, 64)  # how many of the bytes before
+
+
+def read_bag(model, ids, average):
+    """The next byte from the bag of some bytes, whatever their order: ids (N, w) -> logits (N, 256).
+
+    The network of `none`, with attention between all bytes in place of the causal one, read at the mean over them. average: the
+    mean is taken first already, of their embeddings.
+    """
+    x = model.embed(ids.long())  # (N, w, C)
+    if average:
+        x = x.mean(1, keepdim=True)
+    for block in model.blocks:
+        x = block(x, None)
+    return model.head(model.norm(x.mean(1)))
+
+
+def bag(args, models, corpus, trained):
+    steps, tokens, rows = (20 if args.quick else 300), 8192, []
+    L, size = trained["train_len"], {key: trained[key] for key in ("dim", "n_layer", "n_head")}
+    def windows(data, width, count, rng):
+        starts = rng.integers(0, len(data) - width, count)
+        cut = torch.from_numpy(np.asarray(data[starts[:, None] + np.arange(width + 1)])).to(args.device)
+        return cut[:, :-1], cut[:, -1].long()
+    for seed in args.seeds:
+        for name, average in (("bag: attention without mask", False), ("bag: mean of the embeddings", True)):
+            torch.manual_seed(seed)
+            model = TinyLM("none", **size).to(args.device)
+            for block in model.blocks:
+                block.attention.attend = lambda q, k, v, is_causal: F.scaled_dot_product_attention(q, k, v)
+
+            def loss_at(step):
+                width = BAGS[step % len(BAGS)]
+                ids, target = windows(corpus.train, width, tokens // width, np.random.default_rng((seed, step)))
+                return F.cross_entropy(read_bag(model, ids, average), target)
+            fit(model, steps, loss_at, what=f"{name}, seed {seed}")
+            for width in BAGS:
+                ids, target = windows(corpus.val, width, 512 if args.quick else 8192, np.random.default_rng(0))
+                with torch.no_grad():
+                    nats = torch.cat([F.cross_entropy(read_bag(model, some, average), right, reduction="none")
+                                      for some, right in zip(ids.split(512), target.split(512))])
+                rows.append(dict(model=name, width=width, seed=seed, ppl=score.perplexity(nats)))
+    span = score.span_length([L], score.SPAN_BYTES // (8 if args.quick else 1), len(corpus.val))
+    for model, settings in models:
+        rows.append(dict(model=settings["scheme"], width=L, seed=settings["seed"],
+                         ppl=score.perplexity(score.span(model, corpus.val, L, span, args.device))))
+    for back, name in enumerate(("counts of bytes", "counts of pairs of bytes")):
+        rows.append(dict(model=name, width=back, seed=0, ppl=count_model_ppl(np.asarray(corpus.train), np.asarray(corpus.val), back)))
+    of = lambda name, width: [row["ppl"] for row in rows if (row["model"], row["width"]) == (name, width)]
+    table = [[name, width, spread(of(name, width)), f"{math.log2(np.mean(of(name, width))):.2f}"]
+             for name, width in dict.fromkeys((row["model"], row["width"]) for row in rows)]
+    attention = {width: float(np.mean(of("bag: attention without mask", width))) for width in BAGS}
+    pairs, = of("counts of pairs of bytes", 1)
+    none = float(np.mean(of("none", L)))
+    wide, best = BAGS[-1], min(attention, key=attention.get)
+    return dict(
+        expectation="Neither mask nor positions: the model sees a bag of bytes, and more of them do not help to guess the next.",
+        measured=f"From the bag of the last 1, 4, 16 and 64 bytes attention reaches perplexity {', '.join(f'{attention[w]:.1f}' for w in BAGS)}; "
+                 f"counting pairs has {pairs:.1f}, counting bytes {of('counts of bytes', 0)[0]:.1f}, `none` with its causal mask {none:.1f}. "
+                 f"The best bag is that of {best}.",
+        verdict="confirmed" if best == 1 else "refuted" if best == wide and attention[wide] <= 1.1 * none else "partly",
+        table=markdown_table(["model", "bytes it sees", "perplexity", "bits per byte"], table), rows=rows)
+
+
+# theta
+
+BASES = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
+
+
+def full_turns(base, head_dim, length):
+    """How many of the D/2 pairs make a whole turn within `length` tokens: 2π·base^(2i/D) ≤ length."""
+    return sum(2 * math.pi * base ** (2 * i / head_dim) <= length for i in range(head_dim // 2))
+
+
+def theta(args, models, corpus, trained):
+    L, rows = trained["train_len"], []
+    lengths, folder = [L * times for times in (1, 2, 4, 8, 16)], Path(args.out) / "theta"
+    stretch = score.span_length(lengths, SPAN_OF_WAYS if not args.quick else lengths[-1], len(corpus.val))
+    ends = score.fixed_ends(len(corpus.val), lengths[-1], 8 if args.quick else 32)
+    ids = torch.from_numpy(np.array(corpus.val[ends[:8, None] + np.arange(-L, 0)])).to(args.device)  # (8, L)
+    head_dim = trained["dim"] // trained["n_head"]
+    ropes = [(model, settings) for model, settings in models if settings["scheme"] == "rope"]
+    writable_folder(folder)
+    with only_writer(writable_folder(folder / "checkpoints")):
+        for base in BASES:
+            for model, settings in ropes:
+                if base != 10_000:
+                    settings = settings | dict(scheme=f"rope:base={base}")
+                    path = checkpoint_path(folder, settings["scheme"], settings["seed"])
+                    row = find_or_train(path, settings, corpus, args.device, getattr(torch, settings["dtype"]))
+                    if row["val_ppl"] is None:
+                        raise ValueError(f"base {base}, seed {settings['seed']}: {row['note']}")
+                    model = load_model(path)[0].to(args.device)
+                near = np.cumsum(attention_by_distance(model, ids))
+                row = dict(base=base, seed=settings["seed"], full_turns=full_turns(base, head_dim, L),
+                           near={8: float(near[min(8, L) - 1]), 32: float(near[min(32, L) - 1])}, fixed={}, span={})
+                for n in lengths:
+                    row["fixed"][n] = score.perplexity(score.fixed(model, corpus.val, n, ends, args.device))
+                    row["span"][n] = score.perplexity(score.span(model, corpus.val, n, stretch, args.device))
+                rows.append(row)
+    of = lambda base, key, n: [row[key][n] for row in rows if row["base"] == base]
+    mean = lambda base, key, n: float(np.mean(of(base, key, n)))
+    usable = {base: score.usable_length({n: mean(base, "fixed", n) for n in lengths}, L) for base in BASES}
+    table = [[f"{base:,}", f"{full_turns(base, head_dim, L)} of {head_dim // 2}", spread(of(base, "near", 32))] + [spread(of(base, "fixed", n)) for n in lengths]
+             + [f"≥ {usable[base]}" if usable[base] == lengths[-1] else usable[base]] + [spread(of(base, "span", n)) for n in lengths] for base in BASES]
+    near, usual, far = BASES[0], 10_000, BASES[-1]
+    claims = [mean(near, "near", 32) > 1.25 * mean(usual, "near", 32), mean(near, "fixed", L) > 1.05 * mean(usual, "fixed", L),
+              mean(far, "fixed", L) > 1.05 * mean(usual, "fixed", L)]
+    longest = lengths[-1]
+    return dict(
+        expectation="Base 10 makes RoPE see only neighbours, base 1,000,000 makes near and far hard to tell apart: both are worse than 10,000.",
+        measured=f"At {L}, perplexity with base 10, 10,000 and 1,000,000 is {mean(near, 'fixed', L):.2f}, {mean(usual, 'fixed', L):.2f} and {mean(far, 'fixed', L):.2f}; the last 32 tokens "
+                 f"get {mean(near, 'near', 32):.0%}, {mean(usual, 'near', 32):.0%} and {mean(far, 'near', 32):.0%} of the attention. At {longest:,} it is {mean(near, 'fixed', longest):.1f}, "
+                 f"{mean(usual, 'fixed', longest):.1f} and {mean(far, 'fixed', longest):.1f}: with base 10 all {head_dim // 2} pairs make a whole turn within {L} tokens, so that no "
+                 f"angle is new further out; with 10,000 {full_turns(usual, head_dim, L)} do, with 1,000,000 {full_turns(far, head_dim, L)}.",
+        verdict="confirmed" if all(claims) else "partly" if any(claims) else "refuted",
+        table=markdown_table(["base", f"pairs with a whole turn in {L}", "attention to the last 32"] + [f"fixed {n}" for n in lengths] + ["usable length"]
+                             + [f"span {n}" for n in lengths], table), rows=rows,
+        picture=lambda path: plot_lines(path, {f"base {base:,}": (lengths, [mean(base, "fixed", n) for n in lengths]) for base in BASES},
+                                        f"RoPE trained at {L} with another base: same targets, more context (fixed protocol)",
+                                        "evaluation length n, bytes", "perplexity per byte", mark=L, log=True))
+
+
 # long
 
 def first_break(nats, L, level):
@@ -281,7 +533,8 @@ def swap(args, models, corpus, trained):
         table=markdown_table(["trained with; perplexity at positions"] + columns, table), rows=rows)
 
 
-EXPERIMENTS = {"order": order, "no-encoding": no_encoding, "long": long, "swap": swap}
+EXPERIMENTS = {"order": order, "no-encoding": no_encoding, "unscramble": unscramble, "bag": bag, "theta": theta, "long": long, "swap": swap}
+WITHOUT_MODELS, ONLY_ROPE = {"order", "unscramble"}, {"theta", "long"}  # the others read the checkpoints of all schemes
 
 
 def trained_models(args, schemes=None):
@@ -317,17 +570,24 @@ def main():
         for pair in args.sentences:
             permutation(*(text.encode() for text in pair))
         args.device = pick_device(args.device)
-        needing = set(args.experiments) - {"order"}
-        models, corpus, trained = (trained_models(args, ["rope"] if needing == {"long"} else None) if needing
+        needing = set(args.experiments) - WITHOUT_MODELS
+        models, corpus, trained = (trained_models(args, ["rope"] if needing <= ONLY_ROPE else None) if needing
                                    else ([], load_corpus(), None))
         out = writable_folder(args.out)
     except ValueError as error:
         parser.error(str(error))
+    failed = False
     for name in args.experiments:
-        result = EXPERIMENTS[name](args, models, corpus, trained)
+        started = time.perf_counter()
+        try:
+            result = EXPERIMENTS[name](args, models, corpus, trained)
+        except ValueError as error:  # the other experiments go on
+            print(f"\n{name} was not possible: {error}", file=sys.stderr)
+            failed = True
+            continue
         text = (f"*Expectation:* {result['expectation']}\n\n*Measured:* {result['measured']}\n\n*Verdict:* **{result['verdict']}**\n\n"
                 + result["table"])
-        print(f"\n{name}\n\n{text}")
+        print(f"\n{name} ({time.perf_counter() - started:.0f} s)\n\n{text}")
         write_json(out / f"break_{name}.json", provenance(corpus, args.device, torch.float32) | {
             key: result[key] for key in ("expectation", "measured", "verdict", "rows")})
         write_file(out / f"break_{name}.md", text)
@@ -335,6 +595,8 @@ def main():
             result["picture"](out / f"break_{name}.png")
         write_file(out / "break.md", overview(out))
     print(f"wrote break_*.json, .md and .png, and break.md with all there are, into {out}")
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
