@@ -6,10 +6,13 @@ import pytest
 import torch
 
 import break_position
+import score
 import train_compare
 from conftest import train_tiny
-from break_position import bidirectional, count_model_ppl, first_break, permutation, probe
-from tiny_lm import SCHEMES
+from break_position import (LONGEST, bidirectional, count_model_ppl, first_break, full_turns, orders, permutation, probe, read_bag, scramble,
+                            sentences, split_sentences)
+from data.corpus import load_corpus
+from tiny_lm import SCHEMES, TinyLM, load_model
 
 A, B = (torch.tensor(list(text.encode())) for text in ("我打你", "你打我"))
 
@@ -56,6 +59,106 @@ def test_count_models_by_hand():
     assert count_model_ppl(train, val, 0) == pytest.approx(259 / 3)
 
 
+def test_sentences_by_hand():
+    text = b"""Returns the sum, of both\n    arrays. It is. A sentence of 3 numbers. No end
+    It is what it is. Is it. What does it do? What does it do! Wow, This Is Not One.
+    A much longer sentence that has more than eight words in all."""
+    assert sentences(np.frombuffer(text, np.uint8)) == [["returns", "the", "sum", "of", "both", "arrays"], ["it", "is", "what", "it", "is"],
+                                                         ["what", "does", "it", "do"]]
+
+
+def test_no_held_out_sentence_has_the_words_of_a_training_sentence():
+    train, held = split_sentences(load_corpus())
+    known = {" ".join(sorted(words)) for words in train}
+    assert len(train) > 1500 and len(held) > 300 and not any(" ".join(sorted(words)) in known for words in held)
+    assert all(3 <= len(words) <= 8 and len(" ".join(words)) <= LONGEST for words in train + held)
+    text = np.frombuffer(b"One two three. Three one two. One two four. ", np.uint8)
+    both = lambda: None
+    both.train, both.val = text[:15], text[15:]
+    assert split_sentences(both) == ([["one", "two", "three"]], [["one", "two", "four"]])
+
+
+def test_the_target_is_a_permutation_of_the_input():
+    _, held = split_sentences(load_corpus())
+    texts, answer = scramble(held, np.random.default_rng(0))
+    assert texts.shape == (len(held), 2 * LONGEST + 2) and answer.shape == (len(held), 2 * LONGEST + 1)
+    for row, marks, words in zip(texts, answer, held):
+        mixed, original, rest = bytes(row).split(b"\n")
+        assert original.decode().split(" ") == words and mixed != original
+        assert sorted(mixed.split(b" ")) == sorted(original.split(b" ")) and set(rest) <= {0}
+        assert bytes(row[1:][marks]) == original + b"\n"  # the targets that count: all of the original, nothing of the input
+    again, _ = scramble(held, np.random.default_rng(0))
+    assert torch.equal(texts, again) and not torch.equal(texts, scramble(held, np.random.default_rng(1))[0])
+
+
+def test_orders_by_hand():
+    assert [orders(text.split()) for text in ("a b c", "a b a", "a a b b", "a a")] == [6, 3, 6, 1]
+
+
+def test_unscramble_counts_what_is_right(cli, tmp_path, monkeypatch):
+    """One model that knows every next byte, and one that only misses the end of each sentence."""
+    class Knows(torch.nn.Module):
+        def __init__(self, scheme, *size, **more):
+            super().__init__()
+            self.end = 0 if scheme == "none" else 10
+        def forward(self, ids):
+            following = torch.cat((ids[:, 1:], torch.full((len(ids), 1), 10)), 1).long()  # the last a line end
+            return torch.nn.functional.one_hot(torch.where(following == 10, self.end, following), 256).float()
+    monkeypatch.setattr(break_position, "TinyLM", Knows)
+    monkeypatch.setattr(break_position, "fit", lambda model, *rest, **more: model)
+    assert cli(break_position, "unscramble", "--quick", "--device", "cpu", "--out", tmp_path)[0] == 0
+    rows = {row["scheme"]: row for row in json.loads((tmp_path / "break_unscramble.json").read_text())["rows"]}
+    assert rows["rope"]["bytes_right"] == rows["rope"]["exact"] == 1 and set(rows["rope"]["exact_by_words"].values()) == {1}
+    assert 0.9 < rows["none"]["bytes_right"] < 1 and rows["none"]["exact"] == 0
+    assert 0.1 < rows["pairs of bytes"]["bytes_right"] < 0.5 and rows["pairs of bytes"]["exact"] == 0
+    assert rows["any order of the words"]["exact_by_words"]["3"] == pytest.approx(1 / 5)  # none of three words twice
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_a_bag_has_no_order(average):
+    torch.manual_seed(0)
+    model = TinyLM("none", 16, 2, 2).double()
+    causal = TinyLM("none", 16, 2, 2).double()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, 0, 0.3)
+    causal.load_state_dict(model.state_dict())
+    for block in model.blocks:
+        block.attention.attend = lambda q, k, v, is_causal: torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    ids = torch.randint(0, 256, (20, 12))
+    mixed, other = ids[:, torch.randperm(12)], ids.clone()
+    other[:, 3] += 1
+    assert torch.allclose(read_bag(model, ids, average), read_bag(model, mixed, average), rtol=0, atol=1e-12)
+    assert (read_bag(model, ids, average) - read_bag(model, other % 256, average)).abs().amax(-1).min() > 1e-6  # every byte counts
+    if not average:
+        assert (read_bag(causal, ids, average) - read_bag(causal, mixed, average)).abs().max() > 1e-3
+
+
+def test_full_turns_by_hand():
+    """Head width 32, 256 tokens: pair i turns in 2π·base^(i/16) tokens, so base^(i/16) ≤ 40.7 is asked."""
+    assert [full_turns(base, 32, 256) for base in (10, 100, 10_000, 1_000_000)] == [16, 13, 7, 5]
+    assert full_turns(10_000, 2, 6) == 0 and full_turns(10_000, 2, 7) == 1
+
+
+def test_theta_trains_the_other_bases_once(cli, out):
+    """…with the settings of the checkpoint it starts from; 10,000 is that checkpoint."""
+    assert cli(break_position, "theta", "--quick", "--out", out, "--device", "cpu")[0] == 0
+    code, stdout, _ = cli(break_position, "theta", "--quick", "--out", out, "--device", "cpu")
+    assert code == 0 and stdout.count("already trained") == 5
+    rows = {row["base"]: row for row in json.loads((out / "break_theta.json").read_text())["rows"]}
+    assert list(rows) == [10, 100, 1000, 10_000, 100_000, 1_000_000]
+    val = load_corpus(str(out.parent / "words.txt")).val
+    rope, saved = load_model(out / "checkpoints" / "rope-seed0.pt")
+    near, other = load_model(out / "theta" / "checkpoints" / "rope-base=10-seed0.pt")
+    assert other["settings"] == saved["settings"] | {"scheme": "rope:base=10"}
+    for base, model in ((10, near), (10_000, rope)):
+        ppl = score.perplexity(score.fixed(model, val, 128, score.fixed_ends(len(val), 1024, 8)))
+        assert rows[base]["fixed"]["128"] == pytest.approx(ppl, rel=1e-5)
+    plain = TinyLM("rope", 16, 2, 2)
+    plain.load_state_dict(near.state_dict())  # the base is no weight, and it matters
+    ids = torch.arange(64)[None]
+    assert (plain(ids) - near(ids)).abs().max() > 1e-3
+
+
 def test_first_break_by_hand():
     nats = np.full(400, 2.0)
     assert first_break(nats, 64, 2.0) is None and first_break(nats, 64, 1.8) == 64
@@ -71,14 +174,15 @@ def out(tmp_path_factory):
 
 
 def test_every_experiment_says_what_it_found(cli, out):
-    code, stdout, _ = cli(break_position, "--quick", "--out", out, "--device", "cpu")
-    assert code == 0
-    for name in break_position.EXPERIMENTS:
+    code, stdout, stderr = cli(break_position, "--quick", "--out", out, "--device", "cpu")
+    assert code == 1 and "unscramble was not possible: words.txt: 0 sentences of 3 to 8 words" in stderr  # and the others go on
+    done = [name for name in break_position.EXPERIMENTS if name != "unscramble"]
+    for name in done:
         result = json.loads((out / f"break_{name}.json").read_text())
         assert result["verdict"] in ("confirmed", "partly", "refuted") and result["expectation"] in stdout
         assert (out / f"break_{name}.md").read_text() in stdout
     table = (out / "break.md").read_text().splitlines()
-    assert [line.split(" | ")[0] for line in table[2:]] == ["| order", "| no-encoding", "| long", "| swap"] and "**confirmed** |" in table[2]
+    assert [line.split(" | ")[0] for line in table[2:]] == [f"| {name}" for name in done] and "**confirmed** |" in table[2]
     assert (out / "break_long.png").stat().st_size > 10_000
     swap = {row["scheme"]: row["ppl"] for row in json.loads((out / "break_swap.json").read_text())["rows"]}
     close = lambda scheme, name: swap[scheme][name] == pytest.approx(swap[scheme]["its own"], rel=1e-3)
@@ -94,7 +198,7 @@ def test_every_experiment_says_what_it_found(cli, out):
 
 
 def test_wrong_arguments(cli, out):
-    for wrong, message in (("everything", "unknown experiment 'everything': use order, no-encoding, long, swap"),
+    for wrong, message in (("everything", "unknown experiment 'everything': use order, no-encoding, unscramble, bag, theta, long, swap"),
                            ("order order", "EXPERIMENT: order is given 2 times"), ("order --sentences ab cd", "'cd' is not 'ab' in another order"),
                            ("swap --seeds 7", "no checkpoint"), ("swap --device abacus", "no such device")):
         code, stdout, stderr = cli(break_position, "--out", out, *wrong.split())
@@ -109,9 +213,6 @@ def test_sentences_that_cannot_differ(cli, out):
 
 def test_long_and_swap_read_what_they_say(cli, out):
     """Against models built by hand: `long` with yarn at 16 × 64, `swap` of RoPE's weights read as ALiBi."""
-    import score
-    from data.corpus import load_corpus
-    from tiny_lm import TinyLM, load_model
     assert cli(break_position, "long", "swap", "--quick", "--out", out, "--device", "cpu")[0] == 0
     val = load_corpus(str(out.parent / "words.txt")).val
     weights = load_model(out / "checkpoints" / "rope-seed0.pt")[0].state_dict()
