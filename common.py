@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
     def error(self, message):
-        self.exit(2, None if rank() else f"{self.prog}: {message}\n")
+        self.exit(2, None if rank() else f"{self.prog}: {' '.join(message.split())}\n")
 
 
 def rank():
@@ -176,6 +176,11 @@ def write_file(path, content):
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+    except (OSError, RuntimeError) as error:
+        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch.save covers the disk's error with its own
+        if isinstance(cause, OSError):
+            raise type(cause)(cause.errno, cause.strerror, str(path)) from None
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

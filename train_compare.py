@@ -392,7 +392,7 @@ def try_out(scheme, size, length, device, dtype, maximum=0, allow_future=False):
             model.to(dtype)(ids, positions).float().square().sum().backward()
     except ValueError:
         raise
-    except Exception as error:  # somebody's own class may raise anything
+    except (Exception, SystemExit) as error:  # somebody's own class may raise anything
         name = str(dtype).removeprefix("torch.")
         if "memory" in str(error):
             raise ValueError(f"scheme '{scheme}': two windows of {length} do not fit in memory; use a shorter --train-len or a smaller "

@@ -1,5 +1,12 @@
+import contextlib
 import hashlib
 import io
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -115,3 +122,128 @@ def test_tiny_shakespeare_where_there_is_a_copy():
         pytest.skip("no copy of Tiny Shakespeare here")
     text = load_corpus(str(path))
     assert text.sha256 == SHAKESPEARE_SHA256 and len(text.train) + len(text.val) == 1_115_394
+
+
+# A download, from a server that does not always do what it should
+
+SONG = b"to be or not to be\n" * 3000
+
+
+@contextlib.contextmanager
+def server(answer):
+    """A local HTTP server whose handler does `answer(handler)` -> its address."""
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            with contextlib.suppress(OSError):
+                answer(self)
+        def log_message(self, *arguments):
+            pass
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    running.daemon_threads = True
+    thread = threading.Thread(target=running.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{running.server_port}/input.txt"
+    finally:
+        running.shutdown()
+        thread.join()
+        running.server_close()
+
+
+def send(handler, content, length=None, code=200):
+    handler.send_response(code)
+    handler.send_header("Content-Length", str(len(content) if length is None else length))
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
+def stalls(handler):
+    send(handler, SONG[:1000], len(SONG))
+    handler.wfile.flush()
+    time.sleep(3)
+
+
+@pytest.mark.parametrize("answer, message", [
+    (lambda handler: send(handler, SONG[:1000], len(SONG)), r"what came .1,000 bytes. is not the known text"),
+    (lambda handler: send(handler, SONG[:-1] + b"?"), r"what came .57,000 bytes. is not the known text"),
+    (lambda handler: send(handler, b"<html>", code=404), "could not be fetched .HTTP Error 404: Not Found."),
+    (lambda handler: send(handler, b"", code=500), "could not be fetched .HTTP Error 500"),
+    (lambda handler: handler.wfile.write(b"what?\r\n"), "could not be fetched .what."),
+    (stalls, "could not be fetched .*timed out"),
+    (None, "could not be fetched .*Connection refused"),
+])
+def test_a_download_that_goes_wrong_leaves_nothing(tmp_path, monkeypatch, answer, message):
+    target = tmp_path / "tinyshakespeare.txt"
+    monkeypatch.setattr(corpus, "SHAKESPEARE_PATH", target)
+    monkeypatch.setattr(corpus, "SHAKESPEARE_SHA256", hashlib.sha256(SONG).hexdigest())
+    monkeypatch.setattr(corpus, "TIMEOUT", 0.5)
+    with server(answer or send) as address:
+        if answer:
+            monkeypatch.setattr(corpus, "SHAKESPEARE_URL", address)
+            with pytest.raises(ValueError, match=message) as error:
+                load_corpus("shakespeare")
+    if not answer:  # nobody listens there any more
+        monkeypatch.setattr(corpus, "SHAKESPEARE_URL", address)
+        with pytest.raises(ValueError, match=message) as error:
+            load_corpus("shakespeare")
+    assert f"put the file at {target} by hand (from {address})" in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_download_that_goes_well(tmp_path, monkeypatch):
+    """…beside what an earlier one left half-way; and once it is there nothing is fetched again."""
+    target = tmp_path / "tinyshakespeare.txt"
+    (tmp_path / "tinyshakespeare.99999.part").write_bytes(SONG[:500])
+    monkeypatch.setattr(corpus, "SHAKESPEARE_PATH", target)
+    monkeypatch.setattr(corpus, "SHAKESPEARE_SHA256", hashlib.sha256(SONG).hexdigest())
+    asked = []
+    with server(lambda handler: asked.append(handler.path) or send(handler, SONG)) as address:
+        monkeypatch.setattr(corpus, "SHAKESPEARE_URL", address)
+        for _ in range(2):
+            text = load_corpus("shakespeare")
+    assert asked == ["/input.txt"] and bytes(text.train) + bytes(text.val) == SONG and target.read_bytes() == SONG
+
+
+def test_a_folder_that_cannot_keep_the_download(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(corpus, "SHAKESPEARE_PATH", tmp_path / "gone" / "tinyshakespeare.txt")
+    monkeypatch.setattr(corpus, "SHAKESPEARE_SHA256", hashlib.sha256(SONG).hexdigest())
+    with server(lambda handler: send(handler, SONG)) as address, pytest.raises(ValueError, match="cannot be kept .*; put the file at"):
+        monkeypatch.setattr(corpus, "SHAKESPEARE_URL", address)
+        load_corpus("shakespeare")
+
+
+# Odd files
+
+def test_line_ends_and_bytes_of_a_single_file_stay_as_they_are(tmp_path):
+    for content in (b"one\r\ntwo\r\n" * 30, bytes(range(256)) * 3, "Größe, 我打你".encode("utf-16") * 9):
+        (tmp_path / "file").write_bytes(content)
+        text = load_corpus(str(tmp_path / "file"))
+        assert bytes(text.train) + bytes(text.val) == content
+
+
+def test_a_pipe_and_one_byte(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="not a file or a folder; give a regular file, a folder or a glob"):
+        load_corpus(str(tmp_path / "pipe"))
+    (tmp_path / "byte").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"byte: 0 training bytes are too few for windows of 1 \(needed: 2\)"):
+        load_corpus(str(tmp_path / "byte")).require(1)
+
+
+def test_five_gigabytes_are_read_in_bounded_memory(tmp_path):
+    """A sparse file: its pages are mapped, hashed in pieces and never held."""
+    code = """
+import resource, sys
+from data.corpus import load_corpus
+from train_compare import batch
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+text = load_corpus(sys.argv[1])
+batch(text.train, 0, 0, 64, 256)
+print(len(text.train) + len(text.val), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(5 * 2**30)
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "large"], capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=300)
+    size, grown = map(int, done.stdout.split())
+    assert size == 5 * 2**30 and grown < 300  # MB; the kernel maps a megabyte or two around each byte that is read
