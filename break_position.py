@@ -573,10 +573,18 @@ def main():
         needing = set(args.experiments) - WITHOUT_MODELS
         models, corpus, trained = (trained_models(args, ["rope"] if needing <= ONLY_ROPE else None) if needing
                                    else ([], load_corpus(), None))
-        out = writable_folder(args.out)
+        lock = only_writer(writable_folder(args.out))
     except ValueError as error:
         parser.error(str(error))
-    failed = False
+    with lock:
+        failed = run_all(args, models, corpus, trained)
+    if failed:
+        sys.exit(1)
+
+
+def run_all(args, models, corpus, trained):
+    """The wanted experiments, one after another -> whether one was not possible."""
+    out, failed = Path(args.out), False
     for name in args.experiments:
         started = time.perf_counter()
         try:
@@ -595,8 +603,7 @@ def main():
             result["picture"](out / f"break_{name}.png")
         write_file(out / "break.md", overview(out))
     print(f"wrote break_*.json, .md and .png, and break.md with all there are, into {out}")
-    if failed:
-        sys.exit(1)
+    return failed
 
 
 if __name__ == "__main__":

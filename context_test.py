@@ -14,13 +14,14 @@
 Writes context.json, .csv, .md and .png into --out.
 """
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 import score
-from common import Parser, distinct, pick_device, provenance, run, whole, writable_folder, write_file, write_json
+from common import Parser, distinct, only_writer, pick_device, provenance, run, whole, writable_folder, write_file, write_json
 from data.corpus import load_corpus
 from extrapolation_test import SAME, find_checkpoints, trained_as
 from report import label, markdown_table, plot_context, spread, write_csv
@@ -212,9 +213,16 @@ def main():
         corpus = load_corpus(trained["data"] if args.data is None else args.data)
         corpus.require(trained["train_len"] * round(max(COPY)) + STRING)
         score.fixed_ends(len(corpus.val), trained["train_len"] * round(max(USE)), 4 * args.windows)
-        out = writable_folder(args.out)
+        lock = only_writer(writable_folder(args.out))
     except ValueError as error:
         parser.error(str(error))
+    with lock:
+        measure_and_write(args, device, models, corpus)
+
+
+def measure_and_write(args, device, models, corpus):
+    """All there is after the arguments have been found right."""
+    out, trained = Path(args.out), models[0][1]
     for model, _ in models:
         model.to(device)
     try:

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 import score
-from common import (Parser, distinct, given, pick_device, pick_dtype, positive, provenance, run, whole, writable_folder, write_file,
+from common import (Parser, distinct, given, only_writer, pick_device, pick_dtype, positive, provenance, run, whole, writable_folder, write_file,
                     write_json)
 from data.corpus import load_corpus
 from pos_learned import BEYOND
@@ -329,16 +329,22 @@ def prepare(args):
         score.span_length(lengths, args.span_bytes, len(corpus.val))
     for model, _ in models:
         model.to(device, dtype)
-    writable_folder(args.out)
     return device, dtype, models, corpus, lengths, protocols
 
 
 def main():
     parser, args = arguments()
     try:
-        device, dtype, models, corpus, lengths, protocols = prepare(args)
+        prepared = prepare(args)
+        lock = only_writer(writable_folder(args.out))
     except ValueError as error:
         parser.error(str(error))
+    with lock:
+        measure_and_write(args, *prepared)
+
+
+def measure_and_write(args, device, dtype, models, corpus, lengths, protocols):
+    """All there is after the arguments have been found right."""
     trained = models[0][1]
     if (corpus.sha256, corpus.held_out) != (trained["sha256"], trained["held_out"]):
         print(f"notice: the models were trained on other text, or another part of it, than this ({corpus.name}, SHA-256 "

@@ -1,8 +1,10 @@
 """Rows -> tables and pictures. A row is a dict; the drivers make rows, this file only shows them."""
 import csv
 import io
+import json
 import math
 import re
+import tokenize
 from pathlib import Path
 
 import matplotlib
@@ -11,6 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from common import write_file
+from score import usable_length
 
 # One colour per scheme in every picture (Okabe and Ito's palette, readable by the colour-blind).
 COLOURS = {"learned": "#E69F00", "sin": "#56B4E9", "rope": "#D55E00", "alibi": "#0072B2", "none": "#7F7F7F"}
@@ -322,21 +325,74 @@ def buckets(nats, count=32):
     return [s + size / 2 for s in starts], [float(sum(nats[s:s + size]) / size) for s in starts]
 
 
+USE_WHEN = {
+    "learned": "no text will ever be longer than in training",
+    "sin": "the same, and you want no weights for it",
+    "rope": "you can rescale and fine-tune, or slide a window",
+    "alibi": "longer texts will come, and no weight may change",
+    "none": "as a control",
+}
+
+
+def code_lines(path):
+    """How many lines of a Python file have code on them: not comments, docstrings or nothing."""
+    lines, start = set(), True  # start: of a statement
+    for token in tokenize.generate_tokens(open(path, encoding="utf-8").readline):
+        if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            start = True
+        elif token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER):
+            if not (start and token.type == tokenize.STRING):
+                lines |= set(range(token.start[0], token.end[0] + 1))
+            start = False
+    return len(lines)
+
+
+def summary(results, files):
+    """One row per scheme out of all that was measured, as Markdown: files {scheme: its file, or None}.
+
+    From train_compare.json, extrapolation.json, bench_train.json and bench_long.json. A scheme without a layer of its own is
+    `none` in its layers, and has that one's memory.
+    """
+    load = lambda name: json.loads((results / f"{name}.json").read_text("utf-8"))
+    trained, lengths, steps, long = load("train_compare")["rows"], load("extrapolation"), load("bench_train")["rows"], load("bench_long")["rows"]
+    L, table = lengths["trained"]["train_len"], []
+    cells = [cell for cell in lengths["summary"] if cell["protocol"] == "fixed"]
+    measured = sorted({cell["n"] for cell in cells})
+    memory = {row["scheme"]: row["extra_mb"] for row in long if (row["what"], row["who"], row["T"]) == ("layer", "this repository", 8192)}
+    for scheme, file in files.items():
+        mine = [row for row in trained if row["scheme"] == scheme]
+        ppl = {cell["n"]: cell["ppl"] for cell in cells if cell["scheme"] == scheme}
+        usable = usable_length(ppl, L)
+        step, = (row["times_none"] for row in steps if (row["scheme"], row["who"]) == (scheme, "this repository"))
+        table.append([scheme, spread([row["train_ppl"] for row in mine]), *(f"{ppl[n]:.2f}" for n in measured),
+                      f"≥ {usable}" if usable == measured[-1] else usable, f"{mine[0]['position_parameters']:,}",
+                      code_lines(file) if file else "–", f"{step:.2f}", f"{memory.get(scheme, memory['none']) / memory['none']:.1f}", USE_WHEN[scheme]])
+    header = ["scheme", "train ppl", *(f"ppl at {n}" for n in measured), "usable length", "position weights", "lines of code", "time of a step ¹", "memory at 8k ¹", "use it when"]
+    return markdown_table(header, table).replace("---: |\n", "--- |\n", 1)
+
+
 def fill_readme(readme, results):
     """README text with each block between `<!-- NAME.md -->`, or FOLDER/NAME.md, and `<!-- end -->` anew from results/.
 
-    `<!-- NAME.md: Word -->` takes only the paragraph of the file that begins with that word, and the table after it.
+    `<!-- NAME.md: Word -->` takes only the table after the paragraph of the file that begins with that word, and
+    `<!-- NAME.md: Word: a|b -->` only its rows that begin with a or b.
     """
     def block(match):
         text = (results / match[2]).read_text("utf-8").strip()
         if match[3]:
             parts = text.split("\n\n")
             start, = (i for i, part in enumerate(parts) if part.startswith(match[3]))
-            text = "\n\n".join(parts[start:start + 2])
+            text = parts[start + 1]
+        if match[4]:
+            head, line, *rows = text.splitlines()
+            wanted = [f"| {name} |" for name in match[4].split("|")]
+            text = "\n".join([head, line] + [row for row in rows if row.startswith(tuple(wanted))])
         return f"{match[1]}\n{text}\n\n<!-- end -->"
-    return re.sub(r"(<!-- ([\w/]+\.md)(?:: ([\w-]+))? -->\n).*?<!-- end -->", block, readme, flags=re.S)
+    return re.sub(r"(<!-- ([\w/]+\.md)(?:: ([\w-]+))?(?:: ([^>\n]+?))? -->\n).*?<!-- end -->", block, readme, flags=re.S)
 
 
-if __name__ == "__main__":  # python report.py: the tables of README.md, anew from results/
-    readme = Path(__file__).parent / "README.md"
-    write_file(readme, fill_readme(readme.read_text("utf-8"), readme.parent / "results"))
+if __name__ == "__main__":  # python report.py: results/summary.md, and the tables of README.md, anew from results/
+    here = Path(__file__).parent
+    write_file(here / "results" / "summary.md", summary(here / "results", {
+        scheme: None if scheme == "none" else here / f"pos_{scheme}.py" for scheme in COLOURS}))
+    write_file(here / "README.md", fill_readme((here / "README.md").read_text("utf-8"), here / "results"))

@@ -254,7 +254,7 @@ def train_and_score(settings, corpus, device, dtype, start=None, saved=None, res
     taken = {length: len(range(i, steps, len(lengths))) for i, length in enumerate(lengths)}  # how many steps of each
     row = dict(scheme=settings["scheme"], seed=settings["seed"], steps=settings["steps"],
                tokens=sum(count * length * (settings["batch_size"] * n // length) for length, count in taken.items()), train_ppl=None, val_ppl=None,
-               parameters=None, position_parameters=None, seconds=None, tokens_per_second=None, dtype=settings["dtype"], note="",
+               parameters=None, position_parameters=None, seconds=None, tokens_per_second=None, dtype=settings["dtype"], code=settings["code"], note="",
                curve={"step": [], "loss": []})
     quiet = 0.1 if sys.stderr.isatty() else 30  # seconds between updates
     watched = saved["watched"] if saved else {"step": [], "ppl": []}
@@ -448,9 +448,7 @@ def prepare(args):
         kept = {key: parent[key] for key in ("dim", "n_layer", "n_head", "max_len", "trained_len") if parent}
         if scheme not in codes:
             try_out(scheme, size | kept, L, device, dtype, args.random_positions, args.allow_future)
-            parts = [batch, learning_rate, optimizers, forward_backward, train] + [copies] * args.copies + [random_positions] * bool(args.random_positions)
-            files = [HERE / "tiny_lm.py", HERE / "score.py", HERE / "data" / "corpus.py", Path(inspect.getfile(cls))]
-            codes[scheme] = code_hash(*(inspect.getsource(part).encode() for part in parts), *(file.read_bytes() for file in files))
+            codes[scheme] = training_hash(cls, args.copies, args.random_positions)
         path = checkpoint_path(args.out, scheme, seed)
         if path in paths:
             raise ValueError(f"schemes '{paths[path]}' and '{scheme}' would share the checkpoint {path}; rename one of their files")
@@ -462,6 +460,13 @@ def prepare(args):
             code=codes[scheme],
             finetuned_from=parent | {"weights": weights_hash(start)} if parent else None)))
     return device, dtype, corpus, runs
+
+
+def training_hash(cls, with_copies=False, at_random_positions=False):
+    """A hash of all code that decides what a model of this class becomes, and how it is scored."""
+    parts = [batch, learning_rate, optimizers, forward_backward, train] + [copies] * with_copies + [random_positions] * bool(at_random_positions)
+    files = [HERE / "tiny_lm.py", HERE / "score.py", HERE / "data" / "corpus.py", Path(inspect.getfile(cls))]
+    return code_hash(*(inspect.getsource(part).encode() for part in parts), *(file.read_bytes() for file in files))
 
 
 def weights_hash(weights):

@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 import torch
 
+import break_position
+import context_test
+import extrapolation_test
 import train_compare
 from common import only_writer, writable_folder, write_file
 from tiny_lm import SCHEMES, load_model
@@ -234,6 +237,18 @@ def test_too_little_memory_in_training_is_a_row_and_the_others_go_on(cli, text, 
 
 
 # Files
+
+def test_every_driver_has_its_folder_to_itself(cli, text, tmp_path):
+    out = tmp_path / "out"
+    assert cli(train_compare, *TINY, "--train-len", 64, "--data", text, "--out", out, "--schemes", "rope")[0] == 0
+    drivers = ((extrapolation_test, "--lengths", 64), (context_test, "--what", "attention", "--windows", 2), (break_position, "order"))
+    with only_writer(out):
+        for driver, *arguments in drivers:
+            code, _, stderr = cli(driver, "--out", out, "--device", "cpu", *arguments)
+            assert code == 2 and f"another process is writing to {out}; wait" in stderr
+        assert cli(train_compare, *TINY, "--train-len", 64, "--data", text, "--out", out, "--schemes", "rope")[0] == 0  # it writes elsewhere
+    assert tree(out) == ["checkpoints/rope-seed0.pt"] + [f"train_compare.{kind}" for kind in ("csv", "json", "md", "png")]
+
 
 def test_the_second_writer_is_told_so(cli, text, tmp_path):
     writable_folder(tmp_path / "out")
