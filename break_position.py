@@ -39,7 +39,7 @@ from pos_rope import RoPEAttention
 from pos_sin import SinusoidalPositionalEncoding
 from report import buckets, markdown_table, plot_lines, spread
 from tiny_lm import SCHEMES, PlainAttention, TinyLM, load_model, size_of
-from train_compare import checkpoint_path, find_or_train, learning_rate, optimizers, ways
+from train_compare import checkpoint_path, find_or_train, learning_rate, optimizers, training_hash, ways
 
 POSITIONED = ("learned", "sin", "rope", "alibi")
 SPAN_OF_WAYS = 65536  # targets where many ways are read at many lengths, as in extrapolation_test.py --longer
@@ -59,6 +59,11 @@ def arguments():
     args = parser.parse_args()
     args.experiments = args.experiments or list(EXPERIMENTS)
     return parser, args
+
+
+def average(values):
+    """Mean of perplexities; infinite where one is so large that it is not given."""
+    return math.inf if None in values else float(np.mean(values))
 
 
 # order
@@ -188,7 +193,7 @@ def no_encoding(args, models, corpus, trained):
         ppl = score.perplexity(score.span(model, corpus.val, L, span, args.device)) if name in SCHEMES else None
         rows.append(dict(scheme=name, seed=seed, ppl=ppl, r2=[round(value, 4) for value in r2]))
     counts = {back: count_model_ppl(np.asarray(corpus.train), np.asarray(corpus.val), back) for back in (0, 1)}
-    mean = lambda name: float(np.mean([row["ppl"] for row in rows if row["scheme"] == name]))
+    mean = lambda name: average([row["ppl"] for row in rows if row["scheme"] == name])
     r2 = lambda name, layer: float(np.mean([row["r2"][layer] for row in rows if row["scheme"] == name]))
     names = list(dict.fromkeys(row["scheme"] for row in rows))
     table = [[name, spread([row["ppl"] for row in rows if row["scheme"] == name])]
@@ -203,6 +208,9 @@ def no_encoding(args, models, corpus, trained):
                  f"counting which byte follows which, and {counts[0]:.1f} of counting bytes. From its hidden states a linear map reads the position with "
                  f"R² {r2('none', deepest):.2f} after block {deepest} (0: not at all, 1: exactly; {r2('none', 0):.2f} before the first block): the causal mask is all that can have told it.",
         verdict=verdict, rows=rows, counts=counts,
+        picture=lambda path: plot_lines(path, {name: (list(range(trained["n_layer"] + 1)), [r2(name, layer) for layer in range(trained["n_layer"] + 1)])
+                                               for name in names}, "How well a linear map reads the position from the hidden states",
+                                        "after block (0: the input)", "R² (1: exactly, 0: not at all)"),
         table=markdown_table(["scheme", f"perplexity at {L}"] + ["R² at the input"] + [f"after block {i + 1}" for i in range(trained["n_layer"])], table))
 
 
@@ -306,17 +314,22 @@ def unscramble(args, models, corpus, trained):
     table = [[text, scheme, percent(of(text, scheme, "bytes_right")), percent(of(text, scheme, "exact"))]
              + [percent([by[n] for by in of(text, scheme, "exact_by_words") if n in by]) for n in lengths]
              for text in texts for scheme in dict.fromkeys(row["scheme"] for row in rows)]
-    mean = lambda scheme, key: float(np.mean([row[key] for row in rows if row["scheme"] == scheme]))
+    mean = lambda scheme, key: float(np.mean([row[key] for row in rows if (row["text"], row["scheme"]) == ("corpus", scheme)]))
     none, floor = mean("none", "bytes_right"), mean("pairs of bytes", "bytes_right")
     best = max(POSITIONED, key=lambda scheme: mean(scheme, "bytes_right"))
+    learned = mean(best, "bytes_right") >= 1.5 * floor
     return dict(
         expectation="Words shuffled in, the sentence out: without an encoding this is not learned at all.",
-        measured=f"Of the bytes of held-out sentences `none` gets {none:.0%} right, {best} as the best of the four {mean(best, 'bytes_right'):.0%}, "
-                 f"the commonest byte after each {floor:.0%} (given the right beginning). Whole sentences: {mean('none', 'exact'):.1%} and "
-                 f"{mean(best, 'exact'):.1%}; to put the words in any order would give {mean('any order of the words', 'exact'):.1%}.",
-        verdict="confirmed" if none <= 1.1 * floor else "refuted" if none >= 0.95 * mean(best, "bytes_right") else "partly",
+        measured=f"Each byte guessed from the shuffled sentence and the right bytes before it: `none` gets {none:.0%} right, {best} as the best "
+                 f"of the four {mean(best, 'bytes_right'):.0%}, the commonest byte after each {floor:.0%}. Whole sentences: {mean('none', 'exact'):.1%} and "
+                 f"{mean(best, 'exact'):.1%}; to put the words in any order would give {mean('any order of the words', 'exact'):.1%}."
+                 + ("" if learned else " So none of them learned it in this time."),
+        verdict="partly" if not learned else "confirmed" if none <= 1.1 * floor else "refuted" if none >= 0.95 * mean(best, "bytes_right") else "partly",
         table=markdown_table(["sentences of", "scheme", "bytes right, %", "sentences right, %"] + [f"of {n} words" for n in lengths], table).replace("---:", "---", 1)
-              + "\nRoPE on held-out sentences: " + "; ".join(examples) + ".\n", rows=rows)
+              + "\nRoPE's guesses on held-out sentences, each byte from the right ones before it: " + "; ".join(examples) + ".\n", rows=rows,
+        picture=lambda path: plot_lines(path, {scheme: (lengths, [100 * float(np.mean([by[n] for by in of("corpus", scheme, "exact_by_words") if n in by] or [0]))
+                                                                  for n in lengths]) for scheme in (*SCHEMES, "any order of the words")},
+                                        "Shuffled words in, the sentence out: held-out sentences put right", "words in the sentence", "sentences right, %"))
 
 
 def orders(words):
@@ -344,28 +357,26 @@ def read_bag(model, ids, average):
 
 
 def bag(args, models, corpus, trained):
-    steps, tokens, rows = (20 if args.quick else 300), 8192, []
-    L, size = trained["train_len"], {key: trained[key] for key in ("dim", "n_layer", "n_head")}
+    steps, batch, rows, L = (20 if args.quick else 600), 1024, [], trained["train_len"]
     def windows(data, width, count, rng):
         starts = rng.integers(0, len(data) - width, count)
         cut = torch.from_numpy(np.asarray(data[starts[:, None] + np.arange(width + 1)])).to(args.device)
         return cut[:, :-1], cut[:, -1].long()
     for seed in args.seeds:
-        for name, average in (("bag: attention without mask", False), ("bag: mean of the embeddings", True)):
+        for name, averaged in (("bag: attention without mask", False), ("bag: mean of the embeddings", True)):
             torch.manual_seed(seed)
-            model = TinyLM("none", **size).to(args.device)
+            model = TinyLM("none", 64, 2, 4).to(args.device)
             for block in model.blocks:
                 block.attention.attend = lambda q, k, v, is_causal: F.scaled_dot_product_attention(q, k, v)
 
             def loss_at(step):
-                width = BAGS[step % len(BAGS)]
-                ids, target = windows(corpus.train, width, tokens // width, np.random.default_rng((seed, step)))
-                return F.cross_entropy(read_bag(model, ids, average), target)
+                ids, target = windows(corpus.train, BAGS[step % len(BAGS)], batch, np.random.default_rng((seed, step)))
+                return F.cross_entropy(read_bag(model, ids, averaged), target)
             fit(model, steps, loss_at, what=f"{name}, seed {seed}")
             for width in BAGS:
                 ids, target = windows(corpus.val, width, 512 if args.quick else 8192, np.random.default_rng(0))
                 with torch.no_grad():
-                    nats = torch.cat([F.cross_entropy(read_bag(model, some, average), right, reduction="none")
+                    nats = torch.cat([F.cross_entropy(read_bag(model, some, averaged), right, reduction="none")
                                       for some, right in zip(ids.split(512), target.split(512))])
                 rows.append(dict(model=name, width=width, seed=seed, ppl=score.perplexity(nats)))
     span = score.span_length([L], score.SPAN_BYTES // (8 if args.quick else 1), len(corpus.val))
@@ -375,19 +386,21 @@ def bag(args, models, corpus, trained):
     for back, name in enumerate(("counts of bytes", "counts of pairs of bytes")):
         rows.append(dict(model=name, width=back, seed=0, ppl=count_model_ppl(np.asarray(corpus.train), np.asarray(corpus.val), back)))
     of = lambda name, width: [row["ppl"] for row in rows if (row["model"], row["width"]) == (name, width)]
-    table = [[name, width, spread(of(name, width)), f"{math.log2(np.mean(of(name, width))):.2f}"]
+    table = [[name, width, spread(of(name, width)), f"{math.log2(average(of(name, width))):.2f}"]
              for name, width in dict.fromkeys((row["model"], row["width"]) for row in rows)]
-    attention = {width: float(np.mean(of("bag: attention without mask", width))) for width in BAGS}
+    attention = {width: average(of("bag: attention without mask", width)) for width in BAGS}
     pairs, = of("counts of pairs of bytes", 1)
-    none = float(np.mean(of("none", L)))
-    wide, best = BAGS[-1], min(attention, key=attention.get)
+    none, best = average(of("none", L)), min(attention, key=attention.get)
     return dict(
         expectation="Neither mask nor positions: the model sees a bag of bytes, and more of them do not help to guess the next.",
         measured=f"From the bag of the last 1, 4, 16 and 64 bytes attention reaches perplexity {', '.join(f'{attention[w]:.1f}' for w in BAGS)}; "
                  f"counting pairs has {pairs:.1f}, counting bytes {of('counts of bytes', 0)[0]:.1f}, `none` with its causal mask {none:.1f}. "
                  f"The best bag is that of {best}.",
-        verdict="confirmed" if best == 1 else "refuted" if best == wide and attention[wide] <= 1.1 * none else "partly",
-        table=markdown_table(["model", "bytes it sees", "perplexity", "bits per byte"], table), rows=rows)
+        verdict="refuted" if attention[best] < 0.95 * min(attention[1], pairs) else "confirmed" if best == 1 else "partly",
+        table=markdown_table(["model", "bytes it sees", "perplexity", "bits per byte"], table), rows=rows,
+        picture=lambda path: plot_lines(path, {name: (list(BAGS), [average(of(name, width)) for width in BAGS]) for name in dict.fromkeys(
+            row["model"] for row in rows if row["model"].startswith("bag"))} | {"counts of pairs of bytes": (list(BAGS), [pairs] * len(BAGS)), "none": (list(BAGS), [none] * len(BAGS))},
+                                        "The next byte from a bag of the bytes before it", "bytes in the bag", "perplexity per byte", log=True))
 
 
 # theta
@@ -402,6 +415,9 @@ def full_turns(base, head_dim, length):
 
 def theta(args, models, corpus, trained):
     L, rows = trained["train_len"], []
+    if L < score.K:
+        raise ValueError(f"the training length {L} is below {score.K}, which the fixed protocol needs")
+    now = training_hash(RoPEAttention), corpus.sha256
     lengths, folder = [L * times for times in (1, 2, 4, 8, 16)], Path(args.out) / "theta"
     stretch = score.span_length(lengths, SPAN_OF_WAYS if not args.quick else lengths[-1], len(corpus.val))
     ends = score.fixed_ends(len(corpus.val), lengths[-1], 8 if args.quick else 32)
@@ -412,6 +428,9 @@ def theta(args, models, corpus, trained):
     with only_writer(writable_folder(folder / "checkpoints")):
         for base in BASES:
             for model, settings in ropes:
+                if (settings["code"], settings["sha256"]) != now:
+                    raise ValueError(f"rope, seed {settings['seed']}, was trained by other code or on other text than the other bases would be; "
+                                     "first: python train_compare.py --schemes rope with the same flags")
                 if base != 10_000:
                     settings = settings | dict(scheme=f"rope:base={base}")
                     path = checkpoint_path(folder, settings["scheme"], settings["seed"])
@@ -421,13 +440,13 @@ def theta(args, models, corpus, trained):
                     model = load_model(path)[0].to(args.device)
                 near = np.cumsum(attention_by_distance(model, ids))
                 row = dict(base=base, seed=settings["seed"], full_turns=full_turns(base, head_dim, L),
-                           near={8: float(near[min(8, L) - 1]), 32: float(near[min(32, L) - 1])}, fixed={}, span={})
+                           near={2 ** i: float(near[2 ** i - 1]) for i in range(L.bit_length())}, fixed={}, span={})
                 for n in lengths:
                     row["fixed"][n] = score.perplexity(score.fixed(model, corpus.val, n, ends, args.device))
                     row["span"][n] = score.perplexity(score.span(model, corpus.val, n, stretch, args.device))
                 rows.append(row)
     of = lambda base, key, n: [row[key][n] for row in rows if row["base"] == base]
-    mean = lambda base, key, n: float(np.mean(of(base, key, n)))
+    mean = lambda base, key, n: average(of(base, key, n))
     usable = {base: score.usable_length({n: mean(base, "fixed", n) for n in lengths}, L) for base in BASES}
     table = [[f"{base:,}", f"{full_turns(base, head_dim, L)} of {head_dim // 2}", spread(of(base, "near", 32))] + [spread(of(base, "fixed", n)) for n in lengths]
              + [f"≥ {usable[base]}" if usable[base] == lengths[-1] else usable[base]] + [spread(of(base, "span", n)) for n in lengths] for base in BASES]
@@ -470,15 +489,15 @@ def long(args, models, corpus, trained):
             nats = score.span(read_as(model, settings, options(n), 0), corpus.val, n, length, args.device).mean(0)
             if not name:  # the model as it is comes first
                 level = nats[L // 2:L].mean()
-            rows.append(dict(way=name or "none", seed=settings["seed"], ppl=score.perplexity(nats), first=float(np.exp(nats[:L].mean())),
-                             last=float(np.exp(nats[-L:].mean())), breaks_at=first_break(nats, L, level)))
+            rows.append(dict(way=name or "none", seed=settings["seed"], ppl=score.perplexity(nats), first=score.perplexity(nats[:L]),
+                             last=score.perplexity(nats[-L:]), breaks_at=first_break(nats, L, level)))
             curves.setdefault(name or "none", []).append(nats)
     of = lambda way, key: [row[key] for row in rows if row["way"] == way]
     ways_ = list(curves)
     where = lambda way: ", ".join("nowhere" if at is None else f"{at:,}" for at in of(way, "breaks_at"))
     table = [[way, spread(of(way, "first")), spread(of(way, "last")), spread(of(way, "ppl")), where(way)] for way in ways_]
     broke = [at for at in of("none", "breaks_at") if at is not None]
-    ratio = {way: np.mean(of(way, "last")) / np.mean(of("none", "first")) for way in ways_}
+    ratio = {way: average(of(way, "last")) / average(of("none", "first")) for way in ways_}
     best = min((way for way in ways_ if way != "none"), key=ratio.get)
     return dict(
         expectation=f"RoPE without scaling breaks soon past its training length; a scaling extends it to {n:,} without training.",
@@ -520,7 +539,7 @@ def swap(args, models, corpus, trained):
     of = lambda scheme, name: [row["ppl"].get(name) for row in rows if row["scheme"] == scheme]
     columns = list(where) + [f"read as {scheme}" for scheme in SCHEMES]
     table = [[scheme] + ["–" if of(scheme, name)[0] is None else spread(of(scheme, name)) for name in columns] for scheme in schemes]
-    moved = {s: max(abs(math.log(np.mean(of(s, f"+ {shift}")) / np.mean(of(s, "its own")))) for shift in (1, 10, 100, 1000)
+    moved = {s: max(abs(math.log(average(of(s, f"+ {shift}")) / average(of(s, "its own")))) for shift in (1, 10, 100, 1000)
                     if None not in of(s, f"+ {shift}")) for s in schemes}
     still = [s for s in schemes if moved[s] < 0.01]
     absolute = [s for s in ("learned", "sin") if s in schemes]
@@ -530,7 +549,10 @@ def swap(args, models, corpus, trained):
         measured="Shifted by up to 1000 (learned: as far as its table reaches), perplexity moves by a factor of at most "
                  + ", ".join(f"{math.exp(moved[s]):.{3 if moved[s] < 0.05 else 1}f} ({s})" for s in schemes) + ".",
         verdict="confirmed" if set(still) == set(relative) else "refuted" if set(absolute) <= set(still) else "partly",
-        table=markdown_table(["trained with; perplexity at positions"] + columns, table), rows=rows)
+        table=markdown_table(["trained with; perplexity at positions"] + columns, table), rows=rows,
+        picture=lambda path: plot_lines(path, {scheme: list(zip(*((shift, average(of(scheme, f"+ {shift}")) / average(of(scheme, "its own")))
+                                                                  for shift in (1, 10, 100, 1000) if None not in of(scheme, f"+ {shift}")))) for scheme in schemes},
+                                        "The same text at positions that begin later", "all positions shifted by", "perplexity over that at its own positions", log=True))
 
 
 EXPERIMENTS = {"order": order, "no-encoding": no_encoding, "unscramble": unscramble, "bag": bag, "theta": theta, "long": long, "swap": swap}
@@ -554,9 +576,17 @@ def trained_models(args, schemes=None):
 
 def overview(out):
     """All experiments that have left their results in this folder, a line each."""
-    found = {name: json.loads((out / f"break_{name}.json").read_text("utf-8")) for name in EXPERIMENTS if (out / f"break_{name}.json").exists()}
-    return markdown_table(["experiment", "expectation", "measured", "verdict"],
-                          [[name, r["expectation"], r["measured"], f"**{r['verdict']}**"] for name, r in found.items()]).replace("---:", "---")
+    lines = []
+    for name in EXPERIMENTS:
+        path = out / f"break_{name}.json"
+        try:
+            r = json.loads(path.read_text("utf-8"))
+            lines.append([name, r["expectation"], r["measured"], f"**{r['verdict']}**"])
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError):
+            print(f"notice: {path} is not a result of this experiment, and is left out of break.md", file=sys.stderr)
+    return markdown_table(["experiment", "expectation", "measured", "verdict"], lines).replace("---:", "---")
 
 
 def main():
@@ -571,8 +601,11 @@ def main():
             permutation(*(text.encode() for text in pair))
         args.device = pick_device(args.device)
         needing = set(args.experiments) - WITHOUT_MODELS
-        models, corpus, trained = (trained_models(args, ["rope"] if needing <= ONLY_ROPE else None) if needing
-                                   else ([], load_corpus(), None))
+        if needing:
+            models, corpus, trained = trained_models(args, ["rope"] if needing <= ONLY_ROPE else None)
+        else:  # on the text of the models that are there, if any
+            found = list((Path(args.out) / "checkpoints").glob("*-seed*.pt"))
+            models, corpus, trained = [], load_corpus(load_model(found[0])[1]["settings"]["data"] if found else "numpy"), None
         lock = only_writer(writable_folder(args.out))
     except ValueError as error:
         parser.error(str(error))

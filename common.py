@@ -34,19 +34,17 @@ class Parser(argparse.ArgumentParser):
 
 def rank():
     """The number of this process under torchrun; 0 without."""
-    return int(os.environ.get("RANK", 0))
+    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def ranks():
     """How many processes torchrun started; 1 without."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
 def join_ranks(device):
     """Connect the processes of torchrun: by nccl on CUDA, else by gloo. They may wait for rank 0, which scores, for hours."""
     if ranks() > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=6))
 
 
@@ -89,7 +87,10 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() and ranks() == 1 else "cpu"
     if ranks() > 1 and name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        here, wanted = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+        if here < wanted:
+            raise ValueError(f"--device cuda: {wanted} processes and {here} CUDA devices here; use at most as many processes, or --device cpu")
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     elif ranks() > 1 and name != "cpu":
         raise ValueError(f"--device {name}: under torchrun use auto, cpu or cuda, which gives each process its own")
     try:
@@ -97,6 +98,8 @@ def pick_device(name):
             raise RuntimeError
         device = torch.device(name)
         torch.empty(1, device=device)
+        if device.index is not None and device.type == "cuda":
+            torch.cuda.set_device(device)  # so that its generator is the one that is saved
     except (RuntimeError, AssertionError, NotImplementedError):
         raise ValueError(f"--device {name}: there is no such device here; use auto or cpu") from None
     return device

@@ -272,17 +272,22 @@ def plot_context(path, rows, train_len):
 def plot_lines(path, lines, title, x_name, y_name, mark=None, log=False):
     """One panel of named lines {name: (xs, ys)}, each with its name at its end; `mark` is the training length.
 
-    log: both axes logarithmic, with the xs of the first line as ticks.
+    log: both axes logarithmic, with the xs of the longest line as ticks. Schemes have their colours.
     """
-    figure, ((axis,),) = _figure(1, 9)
+    figure, ((axis,),) = _figure(1, 8)
     ends = {}
     for (name, (xs, ys)), colour in zip(lines.items(), ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2")):
-        axis.plot(xs, ys, color=colour, lw=1.8)
+        colour = COLOURS.get(name, colour)
+        few = len(xs) < 20
+        axis.plot(xs, ys, color=colour, lw=1.8, marker="o" if few else "", ms=4)
         ends[name] = (xs[-1], ys[-1], colour)
     axis.set(xlabel=x_name, ylabel=y_name, title=title)
+    ticks = max((xs for xs, _ in lines.values()), key=len)
     if log:
         axis.set(xscale="log", yscale="log")
-        _length_axis(axis, next(iter(lines.values()))[0])
+        _length_axis(axis, ticks)
+    elif few:
+        axis.set_xticks(ticks)
     else:
         axis.set_xlim(0, max(xs[-1] for xs, _ in lines.values()) * 1.01)
     if mark:

@@ -293,10 +293,12 @@ def train_and_score(settings, corpus, device, dtype, start=None, saved=None, res
     span = score.span(at_its_positions(model, settings), corpus.val, n,
                       score.span_length([n], score.SPAN_BYTES, len(corpus.val)), device)
     scored = score.scores(span)
+    if scored["ppl"] is None:  # the last steps broke it
+        return None, row | {"note": f"{scored['note']} on the held-out text after the last step; try a lower --lr and --adam-lr"}
     last = max(1, len(curve["loss"]) // 10)
     parameters = sum(p.numel() for p in model.parameters())
     return model, row | dict(
-        train_ppl=score.scores(np.array([curve["loss"][-last:]]))["ppl"], val_ppl=scored["ppl"], note=scored["note"],
+        train_ppl=score.scores(np.array([curve["loss"][-last:]]))["ppl"], val_ppl=scored["ppl"],
         parameters=parameters, position_parameters=parameters - sum(p.numel() for p in plain.parameters()),
         seconds=round(seconds, 1), tokens_per_second=round(row["tokens"] / seconds),
         curve=curve | ({"watched": watched} if start else {}))
@@ -387,9 +389,9 @@ def try_out(scheme, size, length, device, dtype, maximum=0, allow_future=False):
         with torch.no_grad():
             for weight in model.parameters():
                 weight.normal_(0, 0.2)  # the output projections start at zero, and would hide what a block does
-            exact = model(ids, positions)  # (2, T, 256)
+            exact = model.eval()(ids, positions)  # (2, T, 256); two rows that dropout would make differ
         if exact.shape == (2, length, 256):
-            model.to(dtype)(ids, positions).float().square().sum().backward()
+            model.train().to(dtype)(ids, positions).float().square().sum().backward()
     except ValueError:
         raise
     except (Exception, SystemExit) as error:  # somebody's own class may raise anything
@@ -447,11 +449,15 @@ def prepare(args):
         cls, _ = parse_scheme(scheme)
         kept = {key: parent[key] for key in ("dim", "n_layer", "n_head", "max_len", "trained_len") if parent}
         if scheme not in codes:
-            try_out(scheme, size | kept, L, device, dtype, args.random_positions, args.allow_future)
+            for length in lengths:
+                try_out(scheme, size | kept, length, device, dtype, args.random_positions, args.allow_future)
             codes[scheme] = training_hash(cls, args.copies, args.random_positions)
         path = checkpoint_path(args.out, scheme, seed)
         if path in paths:
             raise ValueError(f"schemes '{paths[path]}' and '{scheme}' would share the checkpoint {path}; rename one of their files")
+        for taken in (path, path.with_suffix(".resume")):
+            if taken.is_dir():
+                raise ValueError(f"{taken} is a folder, where a file must be written; move it away")
         paths[path] = scheme
         runs.append((path, start, dict(
             scheme=scheme, seed=seed, steps=args.steps, batch_size=args.batch_size, train_len=L, train_lens=lengths,
@@ -617,8 +623,8 @@ def main():
                 if rank() == 0:
                     table = write(out, rows, about)
     except KeyboardInterrupt:
-        print(f"\nstopped; {len(rows)} of {len(runs)} runs are finished and kept, the same command goes on with the next where it was "
-              f"last saved (every {args.save_every} s)", file=sys.stderr)
+        print(f"\nstopped; {len(rows)} of {len(runs)} runs are finished and kept, the same command{' without --force' * args.force} goes on with "
+              f"the next where it was last saved (every {args.save_every} s)", file=sys.stderr)
         raise
     except RuntimeError as error:
         if ranks() > 1:  # another process is gone, or this one ran out of memory

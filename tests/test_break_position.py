@@ -197,6 +197,34 @@ def test_every_experiment_says_what_it_found(cli, out):
     assert swap["learned"]["+ 1000"] is None  # its table ends at 16 × 64
 
 
+def test_a_damaged_result_is_named_and_left_out(cli, out):
+    (out / "break_swap.json").write_text("garbage")
+    (out / "break_long.json").write_text('{"verdict": 1}')
+    code, _, stderr = cli(break_position, "order", "--out", out)
+    assert code == 0 and stderr.count("is not a result of this experiment, and is left out of break.md") == 2
+    assert [line.split(" | ")[0] for line in (out / "break.md").read_text().splitlines()[2:3]] == ["| order"]
+    for name in ("swap", "long"):
+        (out / f"break_{name}.json").unlink()
+
+
+def test_theta_wants_models_of_this_code(cli, out, tmp_path, monkeypatch):
+    monkeypatch.setattr(break_position, "training_hash", lambda cls: "0123")
+    code, _, stderr = cli(break_position, "theta", "--quick", "--out", out, "--device", "cpu")
+    assert code == 1 and "theta was not possible: rope, seed 0, was trained by other code or on other text" in stderr
+
+
+def test_models_of_short_windows(cli, out, tmp_path):
+    base = "--steps 2 --batch-size 2 --train-len 32 --dim 16 --n-layer 1 --n-head 2 --dtype fp32 --device cpu --schemes rope".split()
+    assert cli(train_compare, *base, "--data", out.parent / "words.txt", "--out", tmp_path)[0] == 0
+    code, _, stderr = cli(break_position, "theta", "--quick", "--out", tmp_path, "--device", "cpu")
+    assert code == 1 and "the training length 32 is below 64" in stderr and not (tmp_path / "theta").exists()
+
+
+def test_without_models_the_text_is_still_theirs(cli, out, tmp_path):
+    code, _, stderr = cli(break_position, "unscramble", "--quick", "--out", out, "--device", "cpu")
+    assert code == 1 and "words.txt: 0 sentences" in stderr
+
+
 def test_wrong_arguments(cli, out):
     for wrong, message in (("everything", "unknown experiment 'everything': use order, no-encoding, unscramble, bag, theta, long, swap"),
                            ("order order", "EXPERIMENT: order is given 2 times"), ("order --sentences ab cd", "'cd' is not 'ab' in another order"),
