@@ -2,7 +2,7 @@
 
     python break_position.py                # all experiments, on the checkpoints of train_compare.py; about 20 minutes
     python break_position.py order swap     # some of them
-    python break_position.py --quick        # on those of train_compare.py --quick, some seconds
+    python break_position.py --quick        # on those of train_compare.py --quick, one to two minutes
 
     order        without positions attention cannot tell 我打你 from 你打我
     no-encoding  a model without positions cannot learn order; and: the causal mask tells it where it is

@@ -623,8 +623,9 @@ def main():
                 if rank() == 0:
                     table = write(out, rows, about)
     except KeyboardInterrupt:
-        print(f"\nstopped; {len(rows)} of {len(runs)} runs are finished and kept, the same command{' without --force' * args.force} goes on with "
-              f"the next where it was last saved (every {args.save_every} s)", file=sys.stderr)
+        saved = any(path.with_suffix(".resume").exists() for path, *_ in runs[len(rows):len(rows) + 1])
+        print(f"\nstopped; {len(rows)} of {len(runs)} runs are finished and kept, the same command{' without --force' * args.force} goes on with the next "
+              + ("where it was last saved" if saved else f"from its start, since it was not saved yet (every {args.save_every} s)"), file=sys.stderr)
         raise
     except RuntimeError as error:
         if ranks() > 1:  # another process is gone, or this one ran out of memory
