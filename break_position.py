@@ -1,6 +1,6 @@
 """Break position on purpose, and compare what happens with what the textbooks say.
 
-    python break_position.py                # all experiments, on the checkpoints of train_compare.py; about 20 minutes
+    python break_position.py                # all experiments, on the checkpoints of train_compare.py; 20 to 25 minutes
     python break_position.py order swap     # some of them
     python break_position.py --quick        # on those of train_compare.py --quick, one to two minutes
 
