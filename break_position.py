@@ -505,7 +505,7 @@ def long(args, models, corpus, trained):
                  f"perplexity {ratio['none']:.1f} times that of the first {L}. The best scaling, {best}, leaves a factor of {ratio[best]:.1f}.",
         verdict="confirmed" if broke and ratio["none"] > 1.5 and ratio[best] < 1.1 else "partly" if broke and ratio["none"] > 1.5 else "refuted",
         table=markdown_table(["scaling", f"perplexity of the first {L}", f"of the last {L}", f"of all {n:,}", f"over 1.1 × the loss of none at {L // 2} … {L - 1} from"], table), rows=rows,
-        picture=lambda path: plot_lines(path, {way: buckets(np.mean(curve, axis=0), 64) for way, curve in curves.items()},
+        picture=lambda path: plot_lines(path, {way if way != "none" else "no scaling": buckets(np.mean(curve, axis=0), 64) for way, curve in curves.items()},
                                         f"RoPE trained at {L}, read at {n:,}: loss by position", "position in the window, bytes",
                                         "loss, nats per byte", mark=L))
 
