@@ -1,6 +1,7 @@
 """Break position on purpose, and compare what happens with what the textbooks say.
 
-    python break_position.py                # all experiments, on the checkpoints of train_compare.py; 20 to 25 minutes
+    python break_position.py                # all experiments, on the checkpoints of train_compare.py; theta alone
+                                            # trains five models of 2 to 3 minutes
     python break_position.py order swap     # some of them
     python break_position.py --quick        # on those of train_compare.py --quick, one to two minutes
 
@@ -32,17 +33,16 @@ import score
 from common import Parser, distinct, only_writer, pick_device, provenance, run, whole, writable_folder, write_file, write_json
 from context_test import attention_by_distance
 from data.corpus import SHAKESPEARE_PATH, load_corpus
-from extrapolation_test import find_checkpoints, read_as, trained_as
+from extrapolation_test import LONGER, find_checkpoints, read_as, trained_as
 from pos_alibi import ALiBiAttention
 from pos_learned import LearnedPositionalEmbedding
 from pos_rope import RoPEAttention
 from pos_sin import SinusoidalPositionalEncoding
-from report import buckets, markdown_table, plot_lines, spread
+from report import buckets, markdown_table, plot_lines, spread, usable_cell
 from tiny_lm import SCHEMES, PlainAttention, TinyLM, load_model, size_of
 from train_compare import checkpoint_path, find_or_train, learning_rate, optimizers, training_hash, ways
 
 POSITIONED = ("learned", "sin", "rope", "alibi")
-SPAN_OF_WAYS = 65536  # targets where many ways are read at many lengths, as in extrapolation_test.py --longer
 
 
 def arguments():
@@ -83,11 +83,15 @@ def permutation(a, b):
     return torch.tensor([places[byte].pop(0) for byte in b])
 
 
+def unmasked(q, k, v, is_causal):
+    """Attention between all tokens, in place of the causal one."""
+    return F.scaled_dot_product_attention(q, k, v)
+
+
 def bidirectional(scheme, dim=64, n_head=4):
     """One attention layer over byte embeddings without a mask, random weights -> ids (T,) -> outputs (T, dim)."""
     torch.manual_seed(0)
     embed = nn.Embedding(256, dim)
-    unmasked = lambda q, k, v, is_causal: F.scaled_dot_product_attention(q, k, v)
     attention = {"rope": lambda: RoPEAttention(dim, n_head, causal=False), "alibi": lambda: ALiBiAttention(dim, n_head, causal=False)}
     layer = attention.get(scheme, lambda: PlainAttention(dim, n_head, attend=unmasked))()
     rows = {"learned": lambda: LearnedPositionalEmbedding(dim), "sin": lambda: SinusoidalPositionalEncoding(dim)}.get(scheme, lambda: None)()
@@ -278,7 +282,7 @@ def unscramble(args, models, corpus, trained):
         inputs, answer = scramble(held, np.random.default_rng(1))
         inputs, answer = inputs.to(args.device), answer.to(args.device)
         words = np.array([len(sentence) for sentence in held])
-        # what one gets without reading: the most frequent byte after the byte before; and the shuffled words as they came
+        # what one gets without reading: the most frequent byte after the byte before
         pairs, known = np.zeros((256, 256)), scramble(train, np.random.default_rng(2))
         np.add.at(pairs, (known[0][:, :-1][known[1]].numpy(), known[0][:, 1:][known[1]].numpy()), 1)
         x, y, asked = inputs[:, :-1].cpu().numpy(), inputs[:, 1:].cpu().numpy(), answer.cpu().numpy()
@@ -305,9 +309,9 @@ def unscramble(args, models, corpus, trained):
             rows.append(dict(text=name, scheme=scheme, seed=seed, bytes_right=float(right[asked].mean()), exact=float(exact.mean()),
                              exact_by_words={int(n): float(exact[words == n].mean()) for n in np.unique(words)},
                              train_sentences=len(train), held_out=len(held)))
-        chance = {n: float(np.mean([1 / max(1, orders(sentence) - 1) for sentence in held if len(sentence) == n])) for n in map(int, np.unique(words))}
-        rows.append(dict(text=name, scheme="any order of the words", seed=0, bytes_right=None,
-                         exact=float(np.mean([1 / max(1, orders(sentence) - 1) for sentence in held])), exact_by_words=chance))
+        chance = np.array([1 / (orders(sentence) - 1) for sentence in held])  # any order but the shuffled one
+        rows.append(dict(text=name, scheme="any order of the words", seed=0, bytes_right=None, exact=float(chance.mean()),
+                         exact_by_words={int(n): float(chance[words == n].mean()) for n in np.unique(words)}))
     of = lambda text, scheme, key: [row[key] for row in rows if (row["text"], row["scheme"]) == (text, scheme)]
     lengths = sorted({n for row in rows for n in row["exact_by_words"]})
     percent = lambda values: "–" if None in values or not values else spread([100 * value for value in values])
@@ -342,6 +346,13 @@ def orders(words):
 BAGS = (1, 4, 16, 64)  # how many of the bytes before
 
 
+def bags_and_next(data, width, count, rng):
+    """`count` times `width` bytes of the data and the byte after them: uint8 (count, width), int64 (count,)."""
+    starts = rng.integers(0, len(data) - width, count)
+    cut = torch.from_numpy(np.asarray(data[starts[:, None] + np.arange(width + 1)]))
+    return cut[:, :-1], cut[:, -1].long()
+
+
 def read_bag(model, ids, average):
     """The next byte from the bag of some bytes, whatever their order: ids (N, w) -> logits (N, 256).
 
@@ -358,25 +369,21 @@ def read_bag(model, ids, average):
 
 def bag(args, models, corpus, trained):
     steps, batch, rows, L = (20 if args.quick else 600), 1024, [], trained["train_len"]
-    def windows(data, width, count, rng):
-        starts = rng.integers(0, len(data) - width, count)
-        cut = torch.from_numpy(np.asarray(data[starts[:, None] + np.arange(width + 1)])).to(args.device)
-        return cut[:, :-1], cut[:, -1].long()
     for seed in args.seeds:
         for name, averaged in (("bag: attention without mask", False), ("bag: mean of the embeddings", True)):
             torch.manual_seed(seed)
             model = TinyLM("none", 64, 2, 4).to(args.device)
             for block in model.blocks:
-                block.attention.attend = lambda q, k, v, is_causal: F.scaled_dot_product_attention(q, k, v)
+                block.attention.attend = unmasked
 
             def loss_at(step):
-                ids, target = windows(corpus.train, BAGS[step % len(BAGS)], batch, np.random.default_rng((seed, step)))
-                return F.cross_entropy(read_bag(model, ids, averaged), target)
+                ids, target = bags_and_next(corpus.train, BAGS[step % len(BAGS)], batch, np.random.default_rng((seed, step)))
+                return F.cross_entropy(read_bag(model, ids.to(args.device), averaged), target.to(args.device))
             fit(model, steps, loss_at, what=f"{name}, seed {seed}")
             for width in BAGS:
-                ids, target = windows(corpus.val, width, 512 if args.quick else 8192, np.random.default_rng(0))
+                ids, target = bags_and_next(corpus.val, width, 512 if args.quick else 8192, np.random.default_rng(0))
                 with torch.no_grad():
-                    nats = torch.cat([F.cross_entropy(read_bag(model, some, averaged), right, reduction="none")
+                    nats = torch.cat([F.cross_entropy(read_bag(model, some.to(args.device), averaged), right.to(args.device), reduction="none")
                                       for some, right in zip(ids.split(512), target.split(512))])
                 rows.append(dict(model=name, width=width, seed=seed, ppl=score.perplexity(nats)))
     span = score.span_length([L], score.SPAN_BYTES // (8 if args.quick else 1), len(corpus.val))
@@ -418,9 +425,9 @@ def theta(args, models, corpus, trained):
     if L < score.K:
         raise ValueError(f"the training length {L} is below {score.K}, which the fixed protocol needs")
     now = training_hash(RoPEAttention), corpus.sha256
-    lengths, folder = [L * times for times in (1, 2, 4, 8, 16)], Path(args.out) / "theta"
-    stretch = score.span_length(lengths, SPAN_OF_WAYS if not args.quick else lengths[-1], len(corpus.val))
-    ends = score.fixed_ends(len(corpus.val), lengths[-1], 8 if args.quick else 32)
+    lengths, folder = [L * times for times in LONGER["times"]], Path(args.out) / "theta"
+    stretch = score.span_length(lengths, LONGER["span_bytes"] if not args.quick else lengths[-1], len(corpus.val))
+    ends = score.fixed_ends(len(corpus.val), lengths[-1], 8 if args.quick else LONGER["windows"])
     ids = torch.from_numpy(np.array(corpus.val[ends[:8, None] + np.arange(-L, 0)])).to(args.device)  # (8, L)
     head_dim = trained["dim"] // trained["n_head"]
     ropes = [(model, settings) for model, settings in models if settings["scheme"] == "rope"]
@@ -447,9 +454,8 @@ def theta(args, models, corpus, trained):
                 rows.append(row)
     of = lambda base, key, n: [row[key][n] for row in rows if row["base"] == base]
     mean = lambda base, key, n: average(of(base, key, n))
-    usable = {base: score.usable_length({n: mean(base, "fixed", n) for n in lengths}, L) for base in BASES}
     table = [[f"{base:,}", f"{full_turns(base, head_dim, L)} of {head_dim // 2}", spread(of(base, "near", 32))] + [spread(of(base, "fixed", n)) for n in lengths]
-             + [f"≥ {usable[base]}" if usable[base] == lengths[-1] else usable[base]] + [spread(of(base, "span", n)) for n in lengths] for base in BASES]
+             + [usable_cell({n: mean(base, "fixed", n) for n in lengths}, L)] + [spread(of(base, "span", n)) for n in lengths] for base in BASES]
     near, usual, far = BASES[0], 10_000, BASES[-1]
     claims = [mean(near, "near", 32) > 1.25 * mean(usual, "near", 32), mean(near, "fixed", L) > 1.05 * mean(usual, "fixed", L),
               mean(far, "fixed", L) > 1.05 * mean(usual, "fixed", L)]
@@ -617,7 +623,7 @@ def main():
 
 def run_all(args, models, corpus, trained):
     """The wanted experiments, one after another -> whether one was not possible."""
-    out, failed = Path(args.out), False
+    out, failed, about = Path(args.out), False, provenance(corpus, args.device, torch.float32)  # of the code that runs
     for name in args.experiments:
         started = time.perf_counter()
         try:
@@ -629,8 +635,8 @@ def run_all(args, models, corpus, trained):
         text = (f"*Expectation:* {result['expectation']}\n\n*Measured:* {result['measured']}\n\n*Verdict:* **{result['verdict']}**\n\n"
                 + result["table"])
         print(f"\n{name} ({time.perf_counter() - started:.0f} s)\n\n{text}")
-        write_json(out / f"break_{name}.json", provenance(corpus, args.device, torch.float32) | {
-            key: result[key] for key in ("expectation", "measured", "verdict", "rows")})
+        write_json(out / f"break_{name}.json", about | {
+            key: result[key] for key in ("expectation", "measured", "verdict", "rows")} | {"seconds": round(time.perf_counter() - started)})
         write_file(out / f"break_{name}.md", text)
         if "picture" in result:
             result["picture"](out / f"break_{name}.png")

@@ -24,7 +24,7 @@ import score
 from common import Parser, distinct, only_writer, pick_device, provenance, run, whole, writable_folder, write_file, write_json
 from data.corpus import load_corpus
 from extrapolation_test import SAME, find_checkpoints, trained_as
-from report import label, markdown_table, plot_context, spread, write_csv
+from report import label, markdown_table, plot_context, spread, usable_cell, write_csv
 from tiny_lm import attend, reason
 from train_compare import LETTERS, at_its_positions
 
@@ -178,8 +178,7 @@ def tables(rows, L):
             if kind == "use":
                 best = min((p for p in ppl.values() if p is not None), default=None)
                 line.append(next((x for x in xs if ppl[x] is not None and ppl[x] <= 1.01 * best), "–"))
-                usable = score.usable_length(ppl, L)
-                line.append("–" if usable is None else f"≥ {usable}" if usable == xs[-1] else usable)
+                line.append(usable_cell(ppl, L))
             lines.append(line)
         header = ["n =" if kind == "use" else "d ="] + xs + (["within 1 % of its best at", "usable length"] if kind == "use" else [])
         text.append(title + "\n\n" + markdown_table(header, lines))
@@ -222,7 +221,7 @@ def main():
 
 def measure_and_write(args, device, models, corpus):
     """All there is after the arguments have been found right."""
-    out, trained = Path(args.out), models[0][1]
+    out, trained, about = Path(args.out), models[0][1], provenance(corpus, device, torch.float32)
     for model, _ in models:
         model.to(device)
     try:
@@ -231,7 +230,7 @@ def measure_and_write(args, device, models, corpus):
         print("\nstopped; nothing was written, earlier results are as they were", file=sys.stderr)
         raise
     text = tables(rows, trained["train_len"])
-    write_json(out / "context.json", provenance(corpus, device, torch.float32) | {
+    write_json(out / "context.json", about | {
         "trained": {key: trained[key] for key in SAME}, "rows": rows})
     write_csv(out / "context.csv", rows)
     write_file(out / "context.md", text)

@@ -23,7 +23,7 @@ from common import (Parser, distinct, given, only_writer, pick_device, pick_dtyp
 from data.corpus import load_corpus
 from pos_learned import BEYOND
 from pos_rope import SCALINGS
-from report import buckets, label, markdown_table, mean_std, plot_extrapolation, plot_longer, spread, write_csv
+from report import buckets, label, markdown_table, mean_std, plot_extrapolation, plot_longer, spread, usable_cell, write_csv
 from tiny_lm import SCHEMES, TinyLM, load_model, reason, size_of
 from train_compare import at_its_positions, checkpoint_path, ways, with_options
 
@@ -277,8 +277,7 @@ def tables(rows, summary, pairs, lengths, protocols, train_len):
                 cell = spread([row["ppl"] for row in cells]) if summed["ppl"] is not None else summed["note"]
                 line.append(f"**{cell}**" if who in bold[n] else cell)
             if protocol == "fixed":
-                usable = score.usable_length(ppl, train_len)
-                line.append("–" if usable is None else f"≥ {usable}" if usable == lengths[-1] else usable)
+                line.append(usable_cell(ppl, train_len))
             lines.append(line)
         header = ["perplexity at n ="] + lengths + (["usable length"] if protocol == "fixed" else [])
         text.append(titles[protocol] + "\n\n" + markdown_table(header, lines))
@@ -345,7 +344,7 @@ def main():
 
 def measure_and_write(args, device, dtype, models, corpus, lengths, protocols):
     """All there is after the arguments have been found right."""
-    trained = models[0][1]
+    trained, about = models[0][1], provenance(corpus, device, dtype)
     if (corpus.sha256, corpus.held_out) != (trained["sha256"], trained["held_out"]):
         print(f"notice: the models were trained on other text, or another part of it, than this ({corpus.name}, SHA-256 "
               f"{corpus.sha256[:16]}…); what is held out here may have been seen in training, or may be of another kind")
@@ -358,7 +357,7 @@ def measure_and_write(args, device, dtype, models, corpus, lengths, protocols):
     by_position = {who: np.mean(nats, axis=0) for who, nats in by_position.items()}
     curves = {who: [round(nats, 4) for nats in buckets(values, 128)[1]] for who, values in by_position.items()}
     text, out = tables(rows, summary, pairs, lengths, protocols, trained["train_len"]), Path(args.out)
-    write_json(out / f"{args.name}.json", provenance(corpus, device, dtype) | {
+    write_json(out / f"{args.name}.json", about | {
         "trained": {key: trained[key] for key in SAME}, "summary": summary, "rows": rows,
         "by_position": {"window": max(lengths), "nats_in_equal_buckets": curves}})
     write_csv(out / f"{args.name}.csv", rows)

@@ -61,6 +61,12 @@ def spread(values):
     return f"{mean:{style}}" + (f" ± {deviation:{style}}" if len(values) > 1 else "")
 
 
+def usable_cell(ppl, train_len):
+    """The usable length (score.py) of {n: ppl} as text: ≥ where it is all that was measured, a dash where there is none."""
+    usable = usable_length(ppl, train_len)
+    return "–" if usable is None else f"≥ {usable}" if usable == max(ppl) else str(usable)
+
+
 def mean_std(values):
     """Mean and sample standard deviation (ddof 1; 0 for one value)."""
     mean = sum(values) / len(values)
@@ -275,14 +281,13 @@ def plot_lines(path, lines, title, x_name, y_name, mark=None, log=False):
     log: both axes logarithmic, with the xs of the longest line as ticks. Schemes have their colours.
     """
     figure, ((axis,),) = _figure(1, 8)
-    ends = {}
+    ticks, ends = max((xs for xs, _ in lines.values()), key=len), {}
+    few = len(ticks) < 20
     for (name, (xs, ys)), colour in zip(lines.items(), ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2")):
         colour = COLOURS.get(name, colour)
-        few = len(xs) < 20
         axis.plot(xs, ys, color=colour, lw=1.8, marker="o" if few else "", ms=4)
         ends[name] = (xs[-1], ys[-1], colour)
     axis.set(xlabel=x_name, ylabel=y_name, title=title)
-    ticks = max((xs for xs, _ in lines.values()), key=len)
     if log:
         axis.set(xscale="log", yscale="log")
         _length_axis(axis, ticks)
@@ -367,10 +372,9 @@ def summary(results, files):
     for scheme, file in files.items():
         mine = [row for row in trained if row["scheme"] == scheme]
         ppl = {cell["n"]: cell["ppl"] for cell in cells if cell["scheme"] == scheme}
-        usable = usable_length(ppl, L)
         step, = (row["times_none"] for row in steps if (row["scheme"], row["who"]) == (scheme, "this repository"))
         table.append([scheme, spread([row["train_ppl"] for row in mine]), *(f"{ppl[n]:.2f}" for n in measured),
-                      f"≥ {usable}" if usable == measured[-1] else usable, f"{mine[0]['position_parameters']:,}",
+                      usable_cell(ppl, L), f"{mine[0]['position_parameters']:,}",
                       code_lines(file) if file else "–", f"{step:.2f}", f"{memory.get(scheme, memory['none']) / memory['none']:.1f}", USE_WHEN[scheme]])
     header = ["scheme", "train ppl", *(f"ppl at {n}" for n in measured), "usable length", "position weights", "lines of code", "time of a step ¹", "memory at 8k ¹", "use it when"]
     return markdown_table(header, table).replace("---: |\n", "--- |\n", 1)
@@ -380,7 +384,7 @@ def fill_readme(readme, results):
     """README text with each block between `<!-- NAME.md -->`, or FOLDER/NAME.md, and `<!-- end -->` anew from results/.
 
     `<!-- NAME.md: Word -->` takes only the table after the paragraph of the file that begins with that word, and
-    `<!-- NAME.md: Word: a|b -->` only its rows that begin with a or b.
+    `<!-- NAME.md: Word: a|b -->` only its rows whose first cell is a or b.
     """
     def block(match):
         text = (results / match[2]).read_text("utf-8").strip()

@@ -1,6 +1,6 @@
 """Train one tiny causal LM per scheme: same bytes, same batches, same network, same starting weights.
 
-    python train_compare.py            # five schemes, one seed: about 11 minutes on two CPU cores
+    python train_compare.py            # five schemes, one seed: about 12 minutes on two CPU cores
     python train_compare.py --quick    # the same in small, half a minute, into results/quick/
     python train_compare.py --finetune-from rope alibi --scaling linear ntk yarn --train-len 1024 --steps 100
                                        # what is trained already, on longer windows, into results/finetune/

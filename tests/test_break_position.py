@@ -9,7 +9,7 @@ import break_position
 import score
 import train_compare
 from conftest import train_tiny
-from break_position import (LONGEST, bidirectional, count_model_ppl, first_break, full_turns, orders, permutation, probe, read_bag, scramble,
+from break_position import (LONGEST, bags_and_next, bidirectional, count_model_ppl, first_break, full_turns, orders, permutation, probe, read_bag, scramble,
                             sentences, split_sentences)
 from data.corpus import load_corpus
 from tiny_lm import SCHEMES, TinyLM, load_model
@@ -95,23 +95,56 @@ def test_orders_by_hand():
     assert [orders(text.split()) for text in ("a b c", "a b a", "a a b b", "a a")] == [6, 3, 6, 1]
 
 
-def test_unscramble_counts_what_is_right(cli, tmp_path, monkeypatch):
-    """One model that knows every next byte, and one that only misses the end of each sentence."""
+@pytest.mark.parametrize("none, four, verdict", [("all but ends", "all", "refuted"), ("few", "all", "confirmed"), ("half", "all", "partly"),
+                                                 ("nothing", "nothing", "partly")])
+def test_the_verdict_of_unscramble(cli, tmp_path, monkeypatch, none, four, verdict):
+    """…and what is counted as right, of models that know every next byte, or only some of them."""
     class Knows(torch.nn.Module):
         def __init__(self, scheme, *size, **more):
             super().__init__()
-            self.end = 0 if scheme == "none" else 10
+            self.knows = none if scheme == "none" else four
         def forward(self, ids):
             following = torch.cat((ids[:, 1:], torch.full((len(ids), 1), 10)), 1).long()  # the last a line end
-            return torch.nn.functional.one_hot(torch.where(following == 10, self.end, following), 256).float()
+            wrong = {"all": following < 0, "all but ends": following == 10, "half": following > ord("h"), "few": following < ord("t"), "nothing": following >= 0}[self.knows]
+            return torch.nn.functional.one_hot(torch.where(wrong, 0, following), 256).float()
     monkeypatch.setattr(break_position, "TinyLM", Knows)
     monkeypatch.setattr(break_position, "fit", lambda model, *rest, **more: model)
     assert cli(break_position, "unscramble", "--quick", "--device", "cpu", "--out", tmp_path)[0] == 0
-    rows = {row["scheme"]: row for row in json.loads((tmp_path / "break_unscramble.json").read_text())["rows"]}
-    assert rows["rope"]["bytes_right"] == rows["rope"]["exact"] == 1 and set(rows["rope"]["exact_by_words"].values()) == {1}
-    assert 0.9 < rows["none"]["bytes_right"] < 1 and rows["none"]["exact"] == 0
+    result = json.loads((tmp_path / "break_unscramble.json").read_text())
+    rows = {row["scheme"]: row for row in result["rows"]}
+    assert result["verdict"] == verdict
+    if four == "all":
+        assert rows["rope"]["bytes_right"] == rows["rope"]["exact"] == 1 and set(rows["rope"]["exact_by_words"].values()) == {1}
+    if none == "all but ends":
+        assert 0.9 < rows["none"]["bytes_right"] < 1 and rows["none"]["exact"] == 0
     assert 0.1 < rows["pairs of bytes"]["bytes_right"] < 0.5 and rows["pairs of bytes"]["exact"] == 0
     assert rows["any order of the words"]["exact_by_words"]["3"] == pytest.approx(1 / 5)  # none of three words twice
+
+
+def test_the_target_of_a_bag_is_the_byte_after_it():
+    data = np.arange(200, dtype=np.uint8)
+    for width in (1, 4, 64):
+        ids, target = bags_and_next(data, width, 50, np.random.default_rng(0))
+        assert ids.shape == (50, width) and (ids.long().diff() == 1).all() and torch.equal(target, ids[:, -1].long() + 1)
+        assert len(set(ids[:, 0].tolist())) > 20 and target.max() <= 199
+
+
+@pytest.mark.parametrize("best, gain, pairs, verdict", [(4, 3.0, 9.5, "refuted"), (1, 3.0, 9.5, "confirmed"), (16, 0.02, 9.5, "partly"), (4, 3.0, 1.2, "partly")])
+def test_the_verdict_of_bag(cli, out, tmp_path, monkeypatch, best, gain, pairs, verdict):
+    """One width is guessed a little or much better than the others, by a model that is not trained at all."""
+    monkeypatch.setattr(break_position, "fit", lambda model, *rest, **more: model)
+    monkeypatch.setattr(break_position, "bags_and_next", lambda data, width, count, rng: (torch.zeros(count, width, dtype=torch.uint8), torch.zeros(count, dtype=torch.long)))
+    def read(model, ids, average):
+        logits = torch.zeros(len(ids), 256)
+        logits[:, 0] = 3.4 + gain * (ids.shape[1] == best)
+        return logits
+    monkeypatch.setattr(break_position, "read_bag", read)
+    monkeypatch.setattr(break_position, "count_model_ppl", lambda train, val, back: pairs)  # 256 logits, one of 3.4: 9.5
+    code, stdout, _ = cli(break_position, "bag", "--quick", "--out", out, "--device", "cpu")
+    result = json.loads((out / "break_bag.json").read_text())
+    assert code == 0 and result["verdict"] == verdict
+    ppl = {row["width"]: row["ppl"] for row in result["rows"] if row["model"] == "bag: attention without mask"}
+    assert ppl[best] == pytest.approx(1 + 255 * math.exp(-3.4 - gain)) and max(ppl.values()) == pytest.approx(1 + 255 * math.exp(-3.4))
 
 
 @pytest.mark.parametrize("average", [False, True])

@@ -343,3 +343,13 @@ def test_scaling_errors_name_the_value(options, message):
 def test_one_pair_has_no_ntk(kind):
     with pytest.raises(ValueError, match="head width 2 has one pair"):
         RoPEAttention(4, 2, scaling=kind, factor=2, trained_len=8)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(scaling="dynamic", factor=2, trained_len=64), "length=None must be the current length"),
+    (dict(scaling="dynamic", factor=2, trained_len=64, length=math.inf), "length=inf must be"),
+    (dict(scaling="yarn", factor=2, trained_len=math.inf), "trained_len=inf must be a whole number"),
+])
+def test_lengths_that_are_missing_or_infinite(options, message):
+    with pytest.raises(ValueError, match=message):
+        rope_frequencies(16, **options)

@@ -22,32 +22,14 @@ import context_test
 import extrapolation_test
 import train_compare
 from common import only_writer, writable_folder, write_file
+from conftest import CPU, SETTINGS, Bar, tree
 from tiny_lm import SCHEMES, load_model
 from train_compare import forward_backward, train
 
 ROOT = Path(__file__).parent.parent
 TINY = "--steps 30 --batch-size 4 --train-len 16 --dim 16 --n-layer 1 --n-head 2 --device cpu --dtype fp32 --save-every 0".split()
-SETTINGS = dict(scheme="rope", seed=0, steps=30, batch_size=4, train_len=16, dim=16, n_layer=1, n_head=2, max_len=256, lr=0.02, adam_lr=0.004,
-                train_lens=[16], trained_len=16, window=0, random_positions=0, copies=False)
-CPU = torch.device("cpu")
+RUN = SETTINGS | dict(steps=30, batch_size=4)
 DATA = np.tile(np.arange(20, dtype=np.uint8), 100)
-
-
-class Bar:
-    """Stands in for the progress bar."""
-    def set_postfix_str(self, text, refresh): pass
-    def update(self): pass
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_bytes(b"".join(b"%d bottles of beer on the wall\n" % i for i in range(400)))
-    return path
-
-
-def tree(folder):
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
 def same_weights(a, b):
@@ -85,7 +67,7 @@ def stopped_at(step):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resumed_training_is_bit_equal(scheme, dtype):
     """From every saved step, through a file: the same weights and the same losses as without an interruption."""
-    settings, files = SETTINGS | {"scheme": scheme}, []
+    settings, files = RUN | {"scheme": scheme}, []
     def save(state):
         files.append(io.BytesIO())
         torch.save(state, files[-1])
@@ -113,16 +95,20 @@ class Odd(PlainAttention):
 """
 
 
+def whole_and_stopped(cli, folder, results, *arguments):
+    """The curves of one command, run through and stopped in step 26: (whole, stopped)."""
+    assert cli(train_compare, *arguments, "--out", folder / "whole")[0] == 0
+    with stopped_at(26):
+        cli(train_compare, *arguments, "--out", folder / "stopped")
+    code, stdout, _ = cli(train_compare, *arguments, "--out", folder / "stopped")
+    assert code == 0 and "goes on from step 20" in stdout
+    return [json.loads((folder / name / results).read_text())["rows"][0]["curve"] for name in ("whole", "stopped")]
+
+
 def test_an_attention_with_dropout_resumes_and_is_causal(cli, text, tmp_path):
     (tmp_path / "own.py").write_text(DROPOUT)
-    arguments = (*TINY, "--data", text, "--schemes", f"{tmp_path / 'own.py'}:Drop")
-    assert cli(train_compare, *arguments, "--out", tmp_path / "whole")[0] == 0
-    with stopped_at(26):
-        cli(train_compare, *arguments, "--out", tmp_path / "stopped")
-    code, stdout, _ = cli(train_compare, *arguments, "--out", tmp_path / "stopped")
-    assert code == 0 and "goes on from step 20" in stdout
-    curves = [json.loads((tmp_path / name / "train_compare.json").read_text())["rows"][0]["curve"] for name in ("whole", "stopped")]
-    assert curves[0] == curves[1]
+    whole, stopped = whole_and_stopped(cli, tmp_path, "train_compare.json", *TINY, "--data", text, "--schemes", f"{tmp_path / 'own.py'}:Drop")
+    assert whole == stopped and whole["step"] == [10, 20, 30]
 
 
 def test_an_own_scheme_is_tried_at_every_training_length(cli, text, tmp_path):
@@ -135,7 +121,7 @@ def test_what_draws_in_training_resumes_too(tmp_path):
     """An own encoding that draws: torch's generator is part of the state."""
     (tmp_path / "own.py").write_text("import torch\nfrom torch import nn\nclass Drop(nn.Module):\n    def __init__(self, dim):\n        super().__init__()\n"
                                      "        self.dim = dim\n    def forward(self, positions):\n        return torch.rand(len(positions), self.dim)\n")
-    settings, states = SETTINGS | {"scheme": f"{tmp_path / 'own.py'}:Drop"}, []
+    settings, states = RUN | {"scheme": f"{tmp_path / 'own.py'}:Drop"}, []
     def save(state):
         file = io.BytesIO()
         torch.save(state, file)
@@ -193,14 +179,9 @@ def test_a_killed_run_goes_on_to_the_same_numbers(cli, text, tmp_path, where, st
 
 def test_finetuning_resumes_with_what_was_watched(cli, text, tmp_path):
     assert cli(train_compare, *TINY, "--data", text, "--schemes", "rope", "--out", tmp_path / "out")[0] == 0
-    arguments = ("--finetune-from", "rope", "--from", tmp_path / "out", "--train-len", 64, "--steps", 30, "--save-every", 0, "--device", "cpu", "--dtype", "fp32")
-    assert cli(train_compare, *arguments, "--out", tmp_path / "whole")[0] == 0
-    with stopped_at(26):
-        cli(train_compare, *arguments, "--out", tmp_path / "stopped")
-    code, stdout, _ = cli(train_compare, *arguments, "--out", tmp_path / "stopped")
-    assert code == 0 and "goes on from step 20" in stdout
-    rows = [json.loads((tmp_path / name / "finetune.json").read_text())["rows"][0]["curve"] for name in ("whole", "stopped")]
-    assert rows[0] == rows[1] and rows[0]["watched"]["step"] == [0, 5, 10, 20, 30]
+    whole, stopped = whole_and_stopped(cli, tmp_path, "finetune.json", "--finetune-from", "rope", "--from", tmp_path / "out", "--train-len", 64,
+                                       "--steps", 30, "--save-every", 0, "--device", "cpu", "--dtype", "fp32")
+    assert whole == stopped and whole["watched"]["step"] == [0, 5, 10, 20, 30]
 
 
 @pytest.fixture
@@ -255,13 +236,35 @@ def test_a_diverged_run_keeps_its_last_good_state(cli, text, tmp_path, monkeypat
     assert [row["val_ppl"] is None for row in json.loads((out / "train_compare.json").read_text())["rows"]] == [True, False]
 
 
-def test_a_run_that_breaks_in_its_last_steps_is_no_model(cli, text, tmp_path):
+def breaks_weights(monkeypatch, step):
+    """The update of this step, counted from 1, leaves weights that are infinite."""
+    real, calls = torch.optim.Muon.step, []
+    def broken(self, *rest):
+        calls.append(1)
+        real(self, *rest)
+        if len(calls) == step:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].fill_(float("inf"))
+    monkeypatch.setattr(torch.optim.Muon, "step", broken)
+
+
+def test_a_run_that_breaks_in_its_last_step_is_no_model(cli, text, tmp_path, monkeypatch):
+    """Every loss was finite, the weights after the last update are not; an earlier model in its place stays."""
     out = tmp_path / "out"
-    assert cli(train_compare, *TINY, "--data", text, "--out", out, "--schemes", "rope", "--steps", 13)[0] == 0
+    assert cli(train_compare, *TINY, "--data", text, "--out", out, "--schemes", "rope")[0] == 0
     before = (out / "checkpoints" / "rope-seed0.pt").read_bytes()
-    code, stdout, stderr = cli(train_compare, *TINY, "--data", text, "--out", out, "--schemes", "rope", "--steps", 13, "--lr", 1000, "--adam-lr", 1000)
-    assert code == 0 and ("nats on the held-out text after the last step; try a lower --lr" in stderr or "loss nan at step" in stderr or "loss inf at step" in stderr)
+    breaks_weights(monkeypatch, 25)
+    code, stdout, stderr = cli(train_compare, *TINY, "--data", text, "--out", out, "--schemes", "rope", "--steps", 25)
+    assert code == 0 and "loss nan nats on the held-out text after the last step; try a lower --lr and --adam-lr" in stderr
     assert (out / "checkpoints" / "rope-seed0.pt").read_bytes() == before and "| rope | 1 | – | – |" in stdout
+    assert torch.load(out / "checkpoints" / "rope-seed0.resume", weights_only=True)["step"] == 20
+
+
+def test_weights_that_are_not_finite_are_not_saved(cli, text, tmp_path, monkeypatch):
+    breaks_weights(monkeypatch, 20)  # its loss was still finite
+    code, _, stderr = cli(train_compare, *TINY, "--data", text, "--out", tmp_path, "--schemes", "rope")
+    assert code == 0 and "loss nan at step 21 of 30" in stderr
+    assert torch.load(tmp_path / "checkpoints" / "rope-seed0.resume", weights_only=True)["step"] == 10
 
 
 def test_too_little_memory_in_training_is_a_row_and_the_others_go_on(cli, text, tmp_path, monkeypatch):
@@ -281,9 +284,36 @@ def test_too_little_memory_in_training_is_a_row_and_the_others_go_on(cli, text, 
 def test_ctrl_c_under_force_names_the_command_that_goes_on(cli, text, tmp_path, capsys):
     with stopped_at(36):
         cli(train_compare, *TINY, "--data", text, "--schemes", "rope", "none", "--out", tmp_path / "out", "--force")
-    assert "1 of 2 runs are finished and kept, the same command without --force goes on" in capsys.readouterr().err
+    assert ("1 of 2 runs are finished and kept, the same command without --force goes on with the next from its start, since it was not saved yet"
+            in capsys.readouterr().err)
+    with stopped_at(26):
+        cli(train_compare, *TINY, "--data", text, "--schemes", "sin", "--out", tmp_path / "out")
+    assert "0 of 1 runs are finished and kept, the same command goes on with the next where it was last saved\n" in capsys.readouterr().err
     code, stdout, _ = cli(train_compare, *TINY, "--data", text, "--schemes", "rope", "none", "--out", tmp_path / "out")
     assert code == 0 and "rope, seed 0: already trained" in stdout and "none, seed 0: goes on from step" not in stdout  # it was in its first ten
+
+
+def test_an_error_of_two_lines_is_told_in_one(capsys):
+    with pytest.raises(SystemExit):
+        common.Parser("what").error("first\r\nsecond")
+    assert capsys.readouterr().err.endswith(": first second\n")
+
+
+def test_a_checkpoint_without_permission(tmp_path, monkeypatch):
+    def refuses(*rest, **more):
+        raise PermissionError(13, "Permission denied")
+    monkeypatch.setattr(torch, "load", refuses)
+    with pytest.raises(ValueError, match=r"rope-seed0.pt cannot be read \(Permission denied\)"):
+        load_model(tmp_path / "rope-seed0.pt")
+
+
+def test_an_attention_that_peeks_is_trained_when_told_to(cli, text, tmp_path):
+    (tmp_path / "own.py").write_text("from tiny_lm import PlainAttention\nclass Peeks(PlainAttention):\n    def forward(self, x, positions=None):\n"
+                                     "        return self.out(self.qkv(x)[..., :x.shape[-1]].mean(1, keepdim=True).expand(x.shape))\n")
+    arguments = (*TINY, "--data", text, "--schemes", f"{tmp_path / 'own.py'}:Peeks", "--out", tmp_path / "out")
+    code, _, stderr = cli(train_compare, *arguments)
+    assert code == 2 and "its attention must be causal (or say --allow-future)" in stderr
+    assert cli(train_compare, *arguments, "--allow-future")[0] == 0
 
 
 # Files
@@ -337,6 +367,7 @@ def test_old_part_files_are_cleared_and_young_ones_not(tmp_path):
     for name in (".a.json.1.part", ".b.json.2.part", "c.part"):
         (tmp_path / name).touch()
     os.utime(tmp_path / ".a.json.1.part", (time.time() - 700,) * 2)
+    os.utime(tmp_path / ".b.json.2.part", (time.time() - 300,) * 2)
     os.utime(tmp_path / "c.part", (0, 0))
     writable_folder(tmp_path)
     assert tree(tmp_path) == [".b.json.2.part", "c.part"]

@@ -13,31 +13,12 @@ import torch
 import common
 import train_compare
 from common import keep_freed_memory, pick_dtype
+from conftest import CPU, SETTINGS, Bar, tree
 from data.corpus import load_corpus
 from tiny_lm import SCHEMES, TinyLM, load_model
 from train_compare import batch, checkpoint_path, learning_rate, train
 
 TINY = "--steps 6 --batch-size 2 --train-len 16 --dim 16 --n-layer 1 --n-head 2 --dtype fp32 --device cpu".split()
-SETTINGS = dict(scheme="rope", seed=0, steps=12, batch_size=2, train_len=16, dim=16, n_layer=1, n_head=2, max_len=256, lr=0.02, adam_lr=0.004,
-                train_lens=[16], trained_len=16, window=0, random_positions=0, copies=False)
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_bytes(b"".join(b"%d bottles of beer on the wall\n" % i for i in range(400)))
-    return path
-
-
-class Bar:
-    """Stands in for the progress bar."""
-    def set_postfix_str(self, text, refresh): self.text = text
-    def update(self): pass
-
-
-def tree(folder):
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
 def test_batches_are_a_function_of_seed_and_step():
@@ -268,6 +249,8 @@ def test_own_schemes_that_cannot_work_are_told_before_training(cli, text, tmp_pa
     ("--data ~nosuchuser/x", "--data ~nosuchuser/x: cannot be read"),
     ("--data " + "x" * 300, "cannot be read (File name too long)"),
     ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
+    ("--dim 2000000", "weights take"),
+    ("--grad-accum 3", "--batch-size 2 cannot be split in 3 parts"),
 ])
 def test_wrong_arguments_get_one_line_and_write_nothing(cli, text, tmp_path, wrong, message):
     out = tmp_path / "out"
