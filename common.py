@@ -141,13 +141,20 @@ def code_hash(*sources):
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
+def code_hashes():
+    """{file: its code_hash} of this command's own file and of what decides the numbers in its results."""
+    own = [file for file in (HERE / Path(sys.argv[0]).name, HERE / "bench" / Path(sys.argv[0]).name) if file.is_file() and file.suffix == ".py"]
+    files = own + [HERE / "score.py", HERE / "tiny_lm.py", *sorted(HERE.glob("pos_*.py")), HERE / "data" / "corpus.py"]
+    return {str(file.relative_to(HERE).as_posix()): code_hash(file.read_bytes()) for file in files}
+
+
 def given(flag):
     """Whether the user wrote this flag on the command line."""
     return any(word.partition("=")[0] == flag for word in sys.argv[1:])
 
 
 def provenance(corpus, device, dtype):
-    """Where a results file comes from: command, commit, versions, machine and text."""
+    """Where a results file comes from: command, commit, code, versions, machine and text."""
     def git(*args):
         try:
             return subprocess.run(("git", "-C", str(HERE)) + args, capture_output=True, text=True, timeout=20).stdout.strip()
@@ -158,6 +165,7 @@ def provenance(corpus, device, dtype):
         command=shlex.join((["torchrun", f"--nproc_per_node={ranks()}"] if ranks() > 1 else ["python"])
                            + [Path(sys.argv[0]).name] + sys.argv[1:]),
         commit=(commit or "unknown") + (" with uncommitted changes" if changed else ""),
+        code=code_hashes(),
         versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__),
         machine=dict(system=platform.system(), processor=platform.machine(), capability=torch.backends.cpu.get_cpu_capability(),
                      threads=torch.get_num_threads(), device=device.type, dtype=str(dtype).removeprefix("torch.")),

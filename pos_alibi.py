@@ -83,7 +83,7 @@ class ALiBiAttention(nn.Module):
 
     dim, n_head   model width C and number of heads H
     causal        True: a token sees itself and what stands before it in the sequence; False: everything
-    attend        called as attend(q, k, v, is_causal=True, scale=1.0) with q, k wider than v, or attend(q, k, v, attn_mask=…,
+    attend        called as attend(q, k, v, is_causal=True, scale=1.0) with q, k wider than v in training, or attend(q, k, v, attn_mask=…,
                   scale=…); torch's fused attention unless you hand in another
 
     forward(x, positions=None): x (B, T, C), integer positions (T,) or (B, T), default 0 … T−1 -> (B, T, C), dtype of x.
@@ -118,7 +118,12 @@ class ALiBiAttention(nn.Module):
         slopes, scale = self.slopes.to(x.device), self.head_dim ** -0.5
         if ride:
             q, k = ride_along(q * scale, k, slopes, positions)
-            y = self.attend(q, k, v, is_causal=True, scale=1.0)
+            if torch.is_grad_enabled():
+                y = self.attend(q, k, v, is_causal=True, scale=1.0)
+            else:  # without qkv, of which v is a part, and then without the wide copies: 1.35 × the memory of plain attention, not 1.9 ×
+                v = F.pad(v, (0, q.shape[-1] - self.head_dim))
+                y = self.attend(q, k, v, is_causal=True, scale=1.0)[..., :self.head_dim]
+                del q, k, v
         else:
             bias = alibi_bias(slopes, positions, positions)  # (H, T, T) or (B, H, T, T)
             if self.causal:

@@ -6,7 +6,7 @@
                                        # what is trained already, on longer windows, into results/finetune/
     torchrun --nproc_per_node=4 train_compare.py   # each batch split over 4 processes, one per GPU where there are GPUs
 
-Writes train_compare.json, .csv, .md and .png (fine-tuning: finetune.json, .csv and .md) and checkpoints/ into --out. A
+Writes train_compare.json, .csv, _curves.csv, .md and .png (fine-tuning: finetune.json, .csv and .md) and checkpoints/ into --out. A
 (scheme, seed) that is already trained with the same settings and code is not trained again (see --force), and an interrupted
 run goes on where it was last saved, to the same numbers bit for bit: give the same command again.
 """
@@ -547,9 +547,13 @@ def with_options(scheme, **options):
 
 
 def write_results(out, rows, about):
-    """The rows so far -> train_compare.json, .csv, .md, .png; returns the table."""
+    """The rows so far -> train_compare.json, .csv, _curves.csv (losses by step), .md, .png; returns the table."""
     write_json(out / "train_compare.json", about | {"rows": rows})
     write_csv(out / "train_compare.csv", [{key: value for key, value in row.items() if key != "curve"} for row in rows])
+    logs = [dict(scheme=row["scheme"], seed=row["seed"], step=step, loss=loss)
+            for row in rows for step, loss in zip(row["curve"]["step"], row["curve"]["loss"])]
+    if logs:
+        write_csv(out / "train_compare_curves.csv", logs)
     table = []
     for scheme in dict.fromkeys(row["scheme"] for row in rows):
         mine = [row for row in rows if row["scheme"] == scheme]
@@ -639,7 +643,7 @@ def main():
     print("\n" + table)
     name = "finetune" if args.finetune_from else "train_compare"
     flags = (" --quick" if args.quick else "") + (f" --out {args.out}" if args.finetune_from or given("--out") else "")
-    print(f"wrote {name} .json .csv .md and {out / 'checkpoints'}/ into {out}; next: python extrapolation_test.py{flags}")
+    print(f"wrote {name}.json .csv .md and {out / 'checkpoints'}/ into {out}; next: python extrapolation_test.py{flags}")
 
 
 if __name__ == "__main__":

@@ -145,6 +145,15 @@ def test_no_square_bias_in_the_causal_case():
     assert shapes == [(12, 4, None, True), (12, 4, None, True), (4, 4, (4, 10, 10), False), (4, 4, (4, 10, 10), False)]
 
 
+def test_the_same_without_gradients():
+    """There v is padded before attention, and the copies are let go."""
+    for attend in ({}, dict(attend=lambda q, k, v, **options: fused(q, k, v, **options))):
+        module, x = ALiBiAttention(32, 4, **attend), torch.randn(2, 70, 32)
+        with torch.no_grad():
+            read = module(x)
+        assert read.shape == x.shape and (read - module(x)).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12], [0, 0, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2],
                                        [[0, 1, 2, 3, 4, 5], [3, 4, 5, 6, 9, 20]], [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]]])
 @pytest.mark.parametrize("is_causal", [True, False])
