@@ -1,6 +1,7 @@
 """Rows -> tables and pictures. A row is a dict; the drivers make rows, this file only shows them."""
 import csv
 import io
+import itertools
 import json
 import math
 import re
@@ -18,6 +19,9 @@ from score import usable_length
 # One colour per scheme in every picture (Okabe and Ito's palette, readable by the colour-blind).
 COLOURS = {"learned": "#E69F00", "sin": "#56B4E9", "rope": "#D55E00", "alibi": "#0072B2", "none": "#7F7F7F"}
 OTHERS = ("#009E73", "#CC79A7", "#000000", "#B8A800", "#8C564B")
+# Ways to read a scheme past its length, alike in all pictures; RoPE as it is keeps its colour.
+WAYS = dict(zip(("linear", "ntk", "dynamic", "yarn", "llama3"), OTHERS)) | dict(zip(("clamp", "wrap", "interpolate"), OTHERS)) | {
+    "no scaling": COLOURS["rope"], "base 10,000": COLOURS["rope"]}
 
 
 def colours(schemes):
@@ -79,8 +83,9 @@ def _figure(panels, width, height=4.4, rows=1, **options):
 
 
 def _grid(panels, width, **options):
-    """A figure with two panels to a row, each `width` inches wide -> (figure, its axes in order, as many as panels)."""
-    columns, rows = min(2, panels), -(-panels // 2)
+    """A figure with up to three panels in a row, four as two by two -> (figure, its axes in order, as many as panels)."""
+    columns = panels if panels < 4 else 2
+    rows = -(-panels // columns)
     figure, axes = _figure(columns, width * columns, 4.2 * rows, rows, **options)
     for axis in axes.flat[panels:]:
         axis.set_visible(False)
@@ -110,11 +115,18 @@ def _label_ends(axis, ends, log):
         return
     scale, back = (math.log, math.exp) if log else (float, float)
     low, high = (scale(v) for v in axis.get_ylim())
-    gap, last = (high - low) * 0.058, -math.inf
-    for name, (x, y, colour) in sorted(ends.items(), key=lambda item: item[1][1]):
-        last = max(scale(y), last + gap)
-        axis.annotate(short(name), (x, back(last)), xytext=(6, 0), textcoords="offset points", va="center", color=colour,
-                      fontweight="bold", bbox=dict(facecolor="white", edgecolor="none", alpha=0.7, pad=0.5))
+    gap, ends = (high - low) * 0.058, sorted(ends.items(), key=lambda item: item[1][1])
+    groups = []  # [mean, size] of (height − place × gap): those that touch are moved together, about where they were
+    for place, (_, (_, y, _)) in enumerate(ends):
+        groups.append([scale(y) - place * gap, 1])
+        while len(groups) > 1 and groups[-2][0] > groups[-1][0]:
+            (a, m), (b, n) = groups[-2:]
+            groups[-2:] = [[(a * m + b * n) / (m + n), m + n]]
+    heights = [mean + place * gap for place, mean in enumerate(mean for mean, size in groups for _ in range(size))]
+    heights = [max(height, low + place * gap) for place, height in enumerate(heights)]
+    for (name, (x, _, colour)), height in zip(ends, heights):
+        axis.annotate(short(name), (x, back(height)), xytext=(6, 0), textcoords="offset points", va="center", color=colour,
+                      fontweight="bold", annotation_clip=False, bbox=dict(facecolor="white", edgecolor="none", alpha=0.7, pad=0.5))
 
 
 def plot_loss_curves(path, runs):
@@ -199,30 +211,30 @@ def plot_longer(path, summary, train_len):
               "Trained in another way": lambda c: way(c) == "trained"}
     panels = {title: list(filter(mine, summary)) for title, mine in panels.items()}
     panels = {title: cells for title, cells in panels.items() if cells}
-    if not panels:
+    if not panels or not any(cell["variant"] for cell in summary if way(cell) == "read"):  # then the schemes as they are stand beside the others
         panels = {"": summary}
-    figure, axes = _grid(len(panels), 5.6, sharey=True)
+    figure, axes = _grid(len(panels), 4.8 if len(panels) > 1 else 9, sharey=True)
     lengths, styles = sorted({cell["n"] for cell in summary}), ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)))
     alibi = [(c["n"], c["ppl"]) for c in summary if c["scheme"] == "alibi" and not c["variant"]]
     for axis, (title, cells) in zip(axes, panels.items()):
         if alibi:
             axis.plot(*zip(*alibi), color="#BBBBBB", lw=4, zorder=0)
-        ends, others, seen = {}, iter(OTHERS * 9), {}
+        ends, seen = {}, {}
         shared = set.intersection(*(set(filter(None, c["variant"].split(", "))) for c in cells))
         for name in dict.fromkeys(map(label, cells)):
             mine = [c for c in cells if label(c) == name]
             scheme, variant = mine[0]["scheme"], ", ".join(v for v in mine[0]["variant"].split(", ") if v not in shared)
             colour, style = colours([scheme])[scheme], "-"
             if variant and way(mine[0]) == "read":  # the scheme as it is keeps its colour
-                colour, style = next(others), "--"
+                colour, style = WAYS.get(variant.split(", ")[-1], OTHERS[2]), "--"
             elif variant:
-                style = styles[seen.setdefault(scheme, 0) % len(styles)]
+                style = styles[seen.setdefault(scheme, len(panels) == 1) % len(styles)]  # solid is the scheme as it is, where that is there
                 seen[scheme] += 1
             n, ppl = [c["n"] for c in mine], [c["ppl"] for c in mine]
             axis.plot(n, ppl, ls=style, color=colour, lw=1.8, marker="o", ms=3)
             if len(mine[0]["seeds"]) > 1:
                 axis.fill_between(n, [c["low"] for c in mine], [c["high"] for c in mine], color=colour, alpha=0.15, lw=0)
-            ends[", ".join(filter(None, (short(scheme), variant.removeprefix("trained "))))] = (n[-1], ppl[-1], colour)
+            ends[", ".join(filter(None, (short(scheme), variant.removeprefix("trained " * (len(panels) > 1)))))] = (n[-1], ppl[-1], colour)
         axis.set(xscale="log", yscale="log", xlabel="evaluation length n, bytes", ylabel="perplexity per byte",
                  title=f"{title}{': ' + ', '.join(sorted(shared)) if shared else ''}")
         _length_axis(axis, lengths)
@@ -268,7 +280,8 @@ def plot_context(path, rows, train_len):
         axis.yaxis.set_minor_formatter("{x:g}")
         axis.axvline(train_len, color="#555555", lw=1, ls=":")
         points = min(len(xs) for xs, _, _ in lines.values())
-        far_apart = max(range(points), key=lambda i: max(m[i] for _, m, _ in lines.values()) - min(m[i] for _, m, _ in lines.values()))
+        apart = lambda i: min((b - a for a, b in itertools.pairwise(sorted(m[i] for _, m, _ in lines.values()))), default=0)
+        far_apart = max(range(points), key=apart)
         at = far_apart if what.startswith("attention") else -1  # all shares end at 1
         _label_ends(axis, {name: (xs[at], means[at], colour) for name, (xs, means, colour) in lines.items()}, log=what == "use")
     figure.suptitle(f"What a model uses of its context (dotted: trained at {train_len} bytes; means over seeds)", fontsize=11)
@@ -283,8 +296,9 @@ def plot_lines(path, lines, title, x_name, y_name, mark=None, log=False):
     figure, ((axis,),) = _figure(1, 8)
     ticks, ends = max((xs for xs, _ in lines.values()), key=len), {}
     few = len(ticks) < 20
-    for (name, (xs, ys)), colour in zip(lines.items(), ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2")):
-        colour = COLOURS.get(name, colour)
+    others = iter(OTHERS * 9)
+    for name, (xs, ys) in lines.items():
+        colour = COLOURS.get(name) or WAYS.get(name) or next(others)
         axis.plot(xs, ys, color=colour, lw=1.8, marker="o" if few else "", ms=4)
         ends[name] = (xs[-1], ys[-1], colour)
     axis.set(xlabel=x_name, ylabel=y_name, title=title)

@@ -562,11 +562,16 @@ def write_results(out, rows, about):
         table.append([scheme, len(mine), spread(column("train_ppl")), spread(column("val_ppl")), middle("position_parameters"),
                       middle("parameters"), middle("seconds"), middle("tokens_per_second"), "; ".join(filter(None, column("note")))])
     header = ["scheme", "seeds", "train ppl", "validation ppl", "position parameters", "all parameters", "seconds", "tokens/s", "note"]
-    text = markdown_table(header, table)
+    text = markdown_table(*without_empty_notes(header, table))
     write_file(out / "train_compare.md", text)
     if any(row["curve"]["step"] for row in rows):
         plot_loss_curves(out / "train_compare.png", rows)
     return text
+
+
+def without_empty_notes(header, table):
+    """The table without its last column, where nothing was noted in it."""
+    return (header, table) if any(line[-1] for line in table) else (header[:-1], [line[:-1] for line in table])
 
 
 def write_finetune(out, rows, about, train_len):
@@ -588,10 +593,10 @@ def write_finetune(out, rows, about, train_len):
     if flat:
         write_csv(out / "finetune.csv", flat)
     tokens = {line["step"]: line["tokens"] for line in flat}
-    header = (["steps of fine-tuning (tokens)", "seeds"] + [f"{step} ({tokens[step] / 1000:.0f}k)" for step in steps]
+    header = (["scheme, after so many steps (bytes)", "seeds"] + [f"{step} ({tokens[step] / 1000:.0f}k)" if step else "0" for step in steps]
               + ["steps to ALiBi's start"] * alibi + ["note"])
     text = (f"Fixed-target perplexity at n = {train_len} while fine-tuning there. The rates fall to 5 % over these {steps[-1] if steps else 0} "
-            "steps, so a number on the way is not where a run of so few steps would end.\n\n" + markdown_table(header, table))
+            "steps, so a number on the way is not where a run of so few steps would end.\n\n" + markdown_table(*without_empty_notes(header, table)))
     write_file(out / "finetune.md", text)
     return text
 

@@ -12,7 +12,7 @@ import torch
 
 import common
 import train_compare
-from common import keep_freed_memory, pick_dtype
+from common import HERE, code_hash, keep_freed_memory, pick_dtype
 from conftest import CPU, SETTINGS, Bar, tree
 from data.corpus import load_corpus
 from tiny_lm import SCHEMES, TinyLM, load_model
@@ -120,11 +120,14 @@ def test_files_of_a_run(cli, text, tmp_path):
     code, stdout, _ = cli(train_compare, *TINY, "--data", text, "--out", out, "--seeds", 0, 1)
     assert code == 0
     assert tree(out) == sorted([f"checkpoints/{s}-seed{n}.pt" for s in SCHEMES for n in (0, 1)]
-                               + [f"train_compare.{kind}" for kind in ("csv", "json", "md", "png")])
+                               + [f"train_compare.{kind}" for kind in ("csv", "json", "md", "png")] + ["train_compare_curves.csv"])
+    curves = (out / "train_compare_curves.csv").read_text().splitlines()
     result = json.loads((out / "train_compare.json").read_text())
     assert [(r["scheme"], r["seed"]) for r in result["rows"]] == [(s, n) for s in SCHEMES for n in (0, 1)]
     assert result["corpus"]["sha256"] == load_corpus(text).sha256
     assert result["command"].startswith("python train_compare.py --steps 6") and result["versions"]["torch"] == torch.__version__
+    assert curves == ["scheme,seed,step,loss"] + [f"{r['scheme']},{r['seed']},6,{r['curve']['loss'][0]}" for r in result["rows"]]
+    assert result["code"]["train_compare.py"] == code_hash((HERE / "train_compare.py").read_bytes()) and "data/corpus.py" in result["code"]
     for row in result["rows"]:
         assert row["tokens"] == 6 * 2 * 16 and 1 < row["val_ppl"] < 300 and row["note"] == ""
         assert row["position_parameters"] == (16 * 16 * 16 if row["scheme"] == "learned" else 0)
