@@ -1,0 +1,38 @@
+import matplotlib.pyplot as plt
+import pytest
+
+from report import COLOURS, OTHERS, WAYS, _grid, _label_ends
+
+
+def labelled(ys, log=False):
+    """The heights at which lines that end at these heights, on an axis from 1 to 101, get their names."""
+    figure, axis = plt.subplots()
+    axis.set_yscale("log" if log else "linear")
+    axis.set_ylim(1, 101)
+    _label_ends(axis, {str(i): (1, y, "k") for i, y in enumerate(ys)}, log)
+    heights = {int(text.get_text()): text.xy[1] for text in axis.texts}
+    plt.close(figure)
+    return [heights[i] for i in range(len(ys))]
+
+
+def test_names_stand_at_the_ends_of_their_lines_or_are_pushed_apart_about_them():
+    assert labelled([50, 90, 20]) == pytest.approx([50, 90, 20])
+    assert labelled([52, 48]) == pytest.approx([50 + 2.9, 50 - 2.9])  # 5.8 % of the axis apart
+    assert labelled([50, 50, 90, 50]) == pytest.approx([50 - 5.8, 50, 90, 50 + 5.8])
+    assert labelled([50, 51, 55]) == pytest.approx([52 - 5.8, 52, 52 + 5.8])  # the third would touch the second that was moved
+    assert labelled([1, 1]) == pytest.approx([1, 6.8])  # not below the axis
+    low, high = labelled([10, 10], log=True)
+    assert low * high == pytest.approx(100) and high / low == pytest.approx(101 ** 0.058)
+
+
+def test_colours_tell_ways_from_schemes_and_from_each_other():
+    assert set(OTHERS).isdisjoint(COLOURS.values()) and len({*OTHERS, *COLOURS.values()}) == 10
+    assert {WAYS["no scaling"], WAYS["base 10,000"]} == {COLOURS["rope"]}
+    assert len({WAYS[way] for way in ("linear", "ntk", "dynamic", "yarn", "llama3", "no scaling")}) == 6
+
+
+@pytest.mark.parametrize("panels, shape", [(1, (1, 1)), (2, (1, 2)), (3, (1, 3)), (4, (2, 2)), (5, (3, 2))])
+def test_no_picture_has_an_empty_quarter_unless_it_must(panels, shape):
+    figure, axes = _grid(panels, 3)
+    assert axes[0].get_gridspec().get_geometry() == shape and len(axes) == panels
+    plt.close(figure)
