@@ -512,7 +512,7 @@ def long(args, models, corpus, trained):
         verdict="confirmed" if broke and ratio["none"] > 1.5 and ratio[best] < 1.1 else "partly" if broke and ratio["none"] > 1.5 else "refuted",
         table=markdown_table(["scaling", f"perplexity of the first {L}", f"of the last {L}", f"of all {n:,}", f"over 1.1 × the loss of none at {L // 2} … {L - 1} from"], table), rows=rows,
         picture=lambda path: plot_lines(path, {way if way != "none" else "no scaling": buckets(np.mean(curve, axis=0), 64) for way, curve in curves.items()},
-                                        f"RoPE trained at {L}, read at {n:,}: loss by position", "position in the window, bytes",
+                                        f"RoPE trained at {L}, read at {n:,} (scalings: factor {n // L}): loss by position", "position in the window, bytes",
                                         "loss, nats per byte", mark=L))
 
 

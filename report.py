@@ -92,13 +92,18 @@ def _grid(panels, width, **options):
     return figure, list(axes.flat[:panels])
 
 
+def _plain_numbers(axis):
+    """Perplexities as plain numbers on a logarithmic y axis, at 1, 2, 3 and 5 of each power of ten."""
+    axis.yaxis.set_minor_locator(matplotlib.ticker.LogLocator(subs=(2, 3, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}")
+
+
 def _length_axis(axis, lengths):
     """The measured lengths as ticks of a logarithmic x axis; perplexities as plain numbers on the y axis."""
     axis.set_xticks(lengths, [f"{n}" for n in lengths])
     axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter("{x:g}")
-    axis.tick_params(axis="y", which="minor", labelsize=8)
+    _plain_numbers(axis)
     axis.set_xlim(lengths[0] / 1.1, lengths[-1] * 1.1)
 
 
@@ -146,8 +151,7 @@ def plot_loss_curves(path, runs):
         ends[scheme] = (step[-1], loss[-1], colour)
     axis.set(xlabel="step", ylabel="training loss, nats per byte (log scale)", yscale="log",
              title="Training loss: same batches, same network, only the scheme differs")
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter("{x:g}")
+    _plain_numbers(axis)
     axis.margins(x=0.02)
     _label_ends(axis, ends, log=True)
     _save(figure, path)
@@ -207,7 +211,7 @@ def plot_longer(path, summary, train_len):
     way = lambda cell: next((word for word in ("trained", "window") if word in cell["variant"]), "read")
     panels = {"RoPE, rescaled": lambda c: way(c) == "read" and c["scheme"].startswith("rope"),
               "Learned and sinusoidal": lambda c: way(c) == "read" and c["scheme"].startswith(("learned", "sin")),
-              "A window of the last tokens": lambda c: way(c) == "window",
+              "Each token sees only the last ones": lambda c: way(c) == "window",
               "Trained in another way": lambda c: way(c) == "trained"}
     panels = {title: list(filter(mine, summary)) for title, mine in panels.items()}
     panels = {title: cells for title, cells in panels.items() if cells}
@@ -218,7 +222,7 @@ def plot_longer(path, summary, train_len):
     alibi = [(c["n"], c["ppl"]) for c in summary if c["scheme"] == "alibi" and not c["variant"]]
     for axis, (title, cells) in zip(axes, panels.items()):
         if alibi:
-            axis.plot(*zip(*alibi), color="#BBBBBB", lw=4, zorder=0)
+            axis.plot(*zip(*alibi), color=COLOURS["alibi"], alpha=0.3, lw=6, zorder=0)
         ends, seen = {}, {}
         shared = set.intersection(*(set(filter(None, c["variant"].split(", "))) for c in cells))
         for name in dict.fromkeys(map(label, cells)):
@@ -242,7 +246,7 @@ def plot_longer(path, summary, train_len):
         axis.ends = ends
     for axis in axes:  # once the shared y axis is settled
         _label_ends(axis, axis.ends, log=True)
-    note = "grey: ALiBi as it is; " if alibi else ""
+    note = "pale blue: ALiBi as it is; " if alibi else ""
     figure.suptitle(f"Same targets, more context ({protocol} protocol); {note}dotted: trained at {train_len}", fontsize=11)
     _save(figure, path)
 
@@ -252,7 +256,7 @@ def plot_context(path, rows, train_len):
 
     rows: dicts with what, scheme, variant, seed, x, value; lines are means over seeds.
     """
-    kinds = {"use": ("More context: does it help?\n(fixed-target protocol)", "bytes of context n", "perplexity per byte"),
+    kinds = {"use": ("More context: does it help?\n(fixed-target protocol)", "window length n, bytes", "perplexity per byte"),
              "copy": ("Copying a string from d bytes back\n(dashed: the same without it)", "distance d, bytes", "share of bytes right")}
     for what in dict.fromkeys(row["what"] for row in rows if row["what"].startswith("attention")):
         kinds[what] = (f"Attention of the last tokens\nin a text of {what.split()[-1]} bytes", "within the last … tokens", "share of attention")
@@ -271,13 +275,14 @@ def plot_context(path, rows, train_len):
                     if style == "-":
                         lines[name] = (xs, means, colours(names.values())[scheme])
         axis.set(xscale="log", xlabel=x_name, ylabel=y_name, title=title, yscale="log" if what == "use" else "linear")
-        if what != "use":
-            axis.set_ylim(-0.02, 1.05)
+        if what == "use":
+            _plain_numbers(axis)
+        else:  # a share; copying may be at chance, 0.04
+            axis.set_ylim(-0.02, 1.05 if what != "copy" else max(0.2, 1.05 * max(row["value"] for row in rows if row["what"] == "copy")))
+            axis.yaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_major_locator(matplotlib.ticker.LogLocator(2, numticks=20))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("{x:g}")
         axis.axvline(train_len, color="#555555", lw=1, ls=":")
         points = min(len(xs) for xs, _, _ in lines.values())
         apart = lambda i: min((b - a for a, b in itertools.pairwise(sorted(m[i] for _, m, _ in lines.values()))), default=0)
@@ -350,11 +355,11 @@ def buckets(nats, count=32):
 
 
 USE_WHEN = {
-    "learned": "no text will ever be longer than in training",
-    "sin": "the same, and you want no weights for it",
-    "rope": "you can rescale and fine-tune, or slide a window",
+    "learned": "a model that has it must be matched",
+    "sin": "the fewest lines count, and no text is longer than in training",
+    "rope": "you can fine-tune at the longer length, or slide a window",
     "alibi": "longer texts will come, and no weight may change",
-    "none": "as a control",
+    "none": "a control is wanted",
 }
 
 
@@ -390,7 +395,7 @@ def summary(results, files):
         table.append([scheme, spread([row["train_ppl"] for row in mine]), *(f"{ppl[n]:.2f}" for n in measured),
                       usable_cell(ppl, L), f"{mine[0]['position_parameters']:,}",
                       code_lines(file) if file else "–", f"{step:.2f}", f"{memory.get(scheme, memory['none']) / memory['none']:.1f}", USE_WHEN[scheme]])
-    header = ["scheme", "train ppl", *(f"ppl at {n}" for n in measured), "usable length", "position weights", "lines of code", "time of a step ¹", "memory at 8k ¹", "use it when"]
+    header = ["scheme", "train ppl", *(f"ppl at {n}" for n in measured), "usable length", "position weights", "lines of code", "time of a step ¹", "layer's memory at 8k ¹", "use it when"]
     return markdown_table(header, table).replace("---: |\n", "--- |\n", 1)
 
 

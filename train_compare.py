@@ -588,7 +588,8 @@ def write_finetune(out, rows, about, train_len):
     for scheme in dict.fromkeys(row["scheme"] for row in rows):
         mine = [row for row in rows if row["scheme"] == scheme]
         when = [next((step for step in steps if reaches(scheme, step)), f"> {steps[-1]}")] if alibi else []
-        table.append([scheme, len(mine), *(spread(at(scheme, step)) for step in steps), *when,
+        name = re.sub(r":scaling=(\w+),factor=([\d.]+),trained_len=\d+", r", \1 × \2", scheme)
+        table.append([name, len(mine), *(spread(at(scheme, step)) for step in steps), *when,
                       "; ".join(sorted({row["note"] for row in mine if row["note"]}))])
     if flat:
         write_csv(out / "finetune.csv", flat)
