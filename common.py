@@ -142,8 +142,9 @@ def code_hash(*sources):
 
 
 def code_hashes():
-    """{file: its code_hash} of this command's own file and of what decides the numbers in its results."""
-    own = [file for file in (HERE / Path(sys.argv[0]).name, HERE / "bench" / Path(sys.argv[0]).name) if file.is_file() and file.suffix == ".py"]
+    """{file: its code_hash} of this command's own file, the protocols, the network, the four schemes and the text."""
+    name = Path(sys.argv[0]).name
+    own = [file for file in (HERE / name, HERE / "bench" / name) if name.endswith(".py") and file.is_file()]
     files = own + [HERE / name for name in ("score.py", "tiny_lm.py", "pos_alibi.py", "pos_learned.py", "pos_rope.py", "pos_sin.py", "data/corpus.py")]
     return {file.relative_to(HERE).as_posix(): code_hash(file.read_bytes()) for file in files}
 
@@ -163,7 +164,7 @@ def provenance(corpus, device, dtype):
     commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", "*.py")
     return dict(
         command=shlex.join((["torchrun", f"--nproc_per_node={ranks()}"] if ranks() > 1 else ["python"])
-                           + [Path(sys.argv[0]).name] + sys.argv[1:]),
+                           + ["bench/" * (Path(sys.argv[0]).resolve().parent == HERE / "bench") + Path(sys.argv[0]).name] + sys.argv[1:]),
         commit=(commit or "unknown") + (" with uncommitted changes" if changed else ""),
         code=code_hashes(),
         versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__),

@@ -83,8 +83,9 @@ class ALiBiAttention(nn.Module):
 
     dim, n_head   model width C and number of heads H
     causal        True: a token sees itself and what stands before it in the sequence; False: everything
-    attend        called as attend(q, k, v, is_causal=True, scale=1.0) with q, k wider than v in training, or attend(q, k, v, attn_mask=…,
-                  scale=…); torch's fused attention unless you hand in another
+    attend        called as attend(q, k, v, is_causal=True, scale=1.0) or attend(q, k, v, attn_mask=…, scale=…); in the first, q and k
+                  are wider than v where gradients are on, and v is as wide, padded, where they are off; torch's fused attention
+                  unless you hand in another
 
     forward(x, positions=None): x (B, T, C), integer positions (T,) or (B, T), default 0 … T−1 -> (B, T, C), dtype of x.
     Distances are between positions; the causal mask goes by order in the sequence. No parameters beyond those of plain

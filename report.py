@@ -20,8 +20,8 @@ from score import usable_length
 COLOURS = {"learned": "#E69F00", "sin": "#56B4E9", "rope": "#D55E00", "alibi": "#0072B2", "none": "#7F7F7F"}
 OTHERS = ("#009E73", "#CC79A7", "#000000", "#B8A800", "#8C564B")
 # Ways to read a scheme past its length, alike in all pictures; RoPE as it is keeps its colour.
-WAYS = dict(zip(("linear", "ntk", "dynamic", "yarn", "llama3"), OTHERS)) | dict(zip(("clamp", "wrap", "interpolate"), OTHERS)) | {
-    "no scaling": COLOURS["rope"], "base 10,000": COLOURS["rope"]}
+WAYS = {"no scaling": COLOURS["rope"], "base 10,000": COLOURS["rope"], "linear": OTHERS[0], "ntk": OTHERS[1], "dynamic": OTHERS[2], "yarn": OTHERS[3],
+        "llama3": OTHERS[4], "clamp": OTHERS[1], "wrap": OTHERS[2], "interpolate": OTHERS[3]}
 
 
 def colours(schemes):
@@ -116,8 +116,7 @@ def _save(figure, path):
 
 def _label_ends(axis, ends, log):
     """Each line's name at its right end, pushed apart where two would touch: ends {name: (x, y, colour)}."""
-    if not ends:
-        return
+    ends = {name: end for name, end in ends.items() if math.isfinite(end[1]) and (end[1] > 0 or not log)}
     scale, back = (math.log, math.exp) if log else (float, float)
     low, high = (scale(v) for v in axis.get_ylim())
     gap, ends = (high - low) * 0.058, sorted(ends.items(), key=lambda item: item[1][1])
@@ -127,9 +126,10 @@ def _label_ends(axis, ends, log):
         while len(groups) > 1 and groups[-2][0] > groups[-1][0]:
             (a, m), (b, n) = groups[-2:]
             groups[-2:] = [[(a * m + b * n) / (m + n), m + n]]
-    heights = [mean + place * gap for place, mean in enumerate(mean for mean, size in groups for _ in range(size))]
-    heights = [max(height, low + place * gap) for place, height in enumerate(heights)]
-    for (name, (x, _, colour)), height in zip(ends, heights):
+    means = [mean for mean, size in groups for _ in range(size)]
+    for place, ((name, (x, _, colour)), mean) in enumerate(zip(ends, means)):
+        height = max(mean + place * gap, low + place * gap)  # not below the axis, nor above it
+        height = min(height, high - (len(ends) - 1 - place) * gap)
         axis.annotate(short(name), (x, back(height)), xytext=(6, 0), textcoords="offset points", va="center", color=colour,
                       fontweight="bold", annotation_clip=False, bbox=dict(facecolor="white", edgecolor="none", alpha=0.7, pad=0.5))
 
@@ -208,16 +208,17 @@ def plot_longer(path, summary, train_len):
     """
     protocol = "fixed" if any(cell["protocol"] == "fixed" for cell in summary) else "span"
     summary = [cell for cell in summary if cell["protocol"] == protocol]
-    way = lambda cell: next((word for word in ("trained", "window") if word in cell["variant"]), "read")
+    way = lambda cell: next((word for word in ("trained", "tuned", "window") if word in cell["variant"]), "read")
     panels = {"RoPE, rescaled": lambda c: way(c) == "read" and c["scheme"].startswith("rope"),
               "Learned and sinusoidal": lambda c: way(c) == "read" and c["scheme"].startswith(("learned", "sin")),
               "Each token sees only the last ones": lambda c: way(c) == "window",
-              "Trained in another way": lambda c: way(c) == "trained"}
+              "Trained in another way": lambda c: way(c) in ("trained", "tuned")}
     panels = {title: list(filter(mine, summary)) for title, mine in panels.items()}
     panels = {title: cells for title, cells in panels.items() if cells}
     if not panels or not any(cell["variant"] for cell in summary if way(cell) == "read"):  # then the schemes as they are stand beside the others
         panels = {"": summary}
-    figure, axes = _grid(len(panels), 4.8 if len(panels) > 1 else 9, sharey=True)
+    alone, palette = len(panels) == 1, colours(list(dict.fromkeys(cell["scheme"] for cell in summary)))
+    figure, axes = _grid(len(panels), 9 if alone else 4.8, sharey=True)
     lengths, styles = sorted({cell["n"] for cell in summary}), ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)))
     alibi = [(c["n"], c["ppl"]) for c in summary if c["scheme"] == "alibi" and not c["variant"]]
     for axis, (title, cells) in zip(axes, panels.items()):
@@ -228,19 +229,19 @@ def plot_longer(path, summary, train_len):
         for name in dict.fromkeys(map(label, cells)):
             mine = [c for c in cells if label(c) == name]
             scheme, variant = mine[0]["scheme"], ", ".join(v for v in mine[0]["variant"].split(", ") if v not in shared)
-            colour, style = colours([scheme])[scheme], "-"
+            colour, style = palette[scheme], "-"
             if variant and way(mine[0]) == "read":  # the scheme as it is keeps its colour
-                colour, style = WAYS.get(variant.split(", ")[-1], OTHERS[2]), "--"
+                colour, style = WAYS.get(variant.split(", ")[-1], OTHERS[4]), "--"
             elif variant:
-                style = styles[seen.setdefault(scheme, len(panels) == 1) % len(styles)]  # solid is the scheme as it is, where that is there
-                seen[scheme] += 1
+                seen[scheme] = seen.get(scheme, 0 if alone else -1) + 1  # alone: solid is the scheme as it is
+                style = styles[seen[scheme] % len(styles)]
             n, ppl = [c["n"] for c in mine], [c["ppl"] for c in mine]
             axis.plot(n, ppl, ls=style, color=colour, lw=1.8, marker="o", ms=3)
             if len(mine[0]["seeds"]) > 1:
                 axis.fill_between(n, [c["low"] for c in mine], [c["high"] for c in mine], color=colour, alpha=0.15, lw=0)
-            ends[", ".join(filter(None, (short(scheme), variant.removeprefix("trained " * (len(panels) > 1)))))] = (n[-1], ppl[-1], colour)
+            ends[", ".join(filter(None, (short(scheme), variant if alone else variant.removeprefix("trained "))))] = (n[-1], ppl[-1], colour)
         axis.set(xscale="log", yscale="log", xlabel="evaluation length n, bytes", ylabel="perplexity per byte",
-                 title=f"{title}{': ' + ', '.join(sorted(shared)) if shared else ''}")
+                 title=": ".join(filter(None, (title, ", ".join(sorted(shared))))))
         _length_axis(axis, lengths)
         axis.axvline(train_len, color="#555555", lw=1, ls=":")
         axis.ends = ends

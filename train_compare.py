@@ -552,8 +552,7 @@ def write_results(out, rows, about):
     write_csv(out / "train_compare.csv", [{key: value for key, value in row.items() if key != "curve"} for row in rows])
     logs = [dict(scheme=row["scheme"], seed=row["seed"], step=step, loss=loss)
             for row in rows for step, loss in zip(row["curve"]["step"], row["curve"]["loss"])]
-    if logs:
-        write_csv(out / "train_compare_curves.csv", logs)
+    write_csv(out / "train_compare_curves.csv", logs or [dict.fromkeys(("scheme", "seed", "step", "loss"))])
     table = []
     for scheme in dict.fromkeys(row["scheme"] for row in rows):
         mine = [row for row in rows if row["scheme"] == scheme]
@@ -588,13 +587,13 @@ def write_finetune(out, rows, about, train_len):
     for scheme in dict.fromkeys(row["scheme"] for row in rows):
         mine = [row for row in rows if row["scheme"] == scheme]
         when = [next((step for step in steps if reaches(scheme, step)), f"> {steps[-1]}")] if alibi else []
-        name = re.sub(r":scaling=(\w+),factor=([\d.]+),trained_len=\d+", r", \1 × \2", scheme)
+        name = re.sub(r"[:,]scaling=(\w+),factor=([\d.]+),trained_len=\d+", r", \1 × \2", scheme)
         table.append([name, len(mine), *(spread(at(scheme, step)) for step in steps), *when,
                       "; ".join(sorted({row["note"] for row in mine if row["note"]}))])
     if flat:
         write_csv(out / "finetune.csv", flat)
     tokens = {line["step"]: line["tokens"] for line in flat}
-    header = (["scheme, after so many steps (bytes)", "seeds"] + [f"{step} ({tokens[step] / 1000:.0f}k)" if step else "0" for step in steps]
+    header = (["scheme; steps (bytes read)", "seeds"] + [f"{step} ({tokens[step] / 1000:.0f}k)" if step else "0" for step in steps]
               + ["steps to ALiBi's start"] * alibi + ["note"])
     text = (f"Fixed-target perplexity at n = {train_len} while fine-tuning there. The rates fall to 5 % over these {steps[-1] if steps else 0} "
             "steps, so a number on the way is not where a run of so few steps would end.\n\n" + markdown_table(*without_empty_notes(header, table)))
@@ -649,7 +648,7 @@ def main():
     print("\n" + table)
     name = "finetune" if args.finetune_from else "train_compare"
     flags = (" --quick" if args.quick else "") + (f" --out {args.out}" if args.finetune_from or given("--out") else "")
-    print(f"wrote {name}.json .csv .md and {out / 'checkpoints'}/ into {out}; next: python extrapolation_test.py{flags}")
+    print(f"wrote {name}.json .csv .md{'' if args.finetune_from else ' .png, _curves.csv'} and {out / 'checkpoints'}/ into {out}; next: python extrapolation_test.py{flags}")
 
 
 if __name__ == "__main__":

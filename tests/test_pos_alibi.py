@@ -145,13 +145,19 @@ def test_no_square_bias_in_the_causal_case():
     assert shapes == [(12, 4, None, True), (12, 4, None, True), (4, 4, (4, 10, 10), False), (4, 4, (4, 10, 10), False)]
 
 
-def test_the_same_without_gradients():
-    """There v is padded before attention, and the copies are let go."""
-    for attend in ({}, dict(attend=lambda q, k, v, **options: fused(q, k, v, **options))):
-        module, x = ALiBiAttention(32, 4, **attend), torch.randn(2, 70, 32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_without_gradients(dtype):
+    """There v comes to the attention padded, and qkv is let go."""
+    widths = []
+    def attend(q, k, v, **options):
+        widths.append((q.shape[-1], v.shape[-1], v.untyped_storage().nbytes() // v.element_size()))
+        return fused(q, k, v, **options)
+    module, x = ALiBiAttention(32, 4, attend=attend).to(dtype), torch.randn(2, 70, 32, dtype=dtype)
+    for positions in (None, torch.arange(70) + 1000):
         with torch.no_grad():
-            read = module(x)
-        assert read.shape == x.shape and (read - module(x)).abs().max() < 1e-6
+            read = module(x, positions)
+        assert read.shape == x.shape and (read - module(x, positions)).abs().max() < (1e-6 if dtype == torch.float32 else 0.01)
+    assert widths == [(16, 16, 2 * 70 * 4 * 16), (16, 8, 2 * 70 * 3 * 32)] * 2
 
 
 @pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12], [0, 0, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2],

@@ -21,14 +21,25 @@ def test_names_stand_at_the_ends_of_their_lines_or_are_pushed_apart_about_them()
     assert labelled([50, 50, 90, 50]) == pytest.approx([50 - 5.8, 50, 90, 50 + 5.8])
     assert labelled([50, 51, 55]) == pytest.approx([52 - 5.8, 52, 52 + 5.8])  # the third would touch the second that was moved
     assert labelled([1, 1]) == pytest.approx([1, 6.8])  # not below the axis
+    assert labelled([101, 101]) == pytest.approx([95.2, 101])  # nor above it
     low, high = labelled([10, 10], log=True)
     assert low * high == pytest.approx(100) and high / low == pytest.approx(101 ** 0.058)
+
+
+@pytest.mark.parametrize("ends", [{}, {"a": (1, float("nan"), "k")}, {"a": (1, 0.0, "k"), "b": (1, 2.0, "k")}])
+def test_a_line_that_ends_nowhere_gets_no_name(ends):
+    figure, axis = plt.subplots()
+    axis.set_yscale("log")
+    _label_ends(axis, ends, True)
+    assert [text.get_text() for text in axis.texts] == [name for name, (_, y, _) in ends.items() if y > 0]
+    plt.close(figure)
 
 
 def test_colours_tell_ways_from_schemes_and_from_each_other():
     assert set(OTHERS).isdisjoint(COLOURS.values()) and len({*OTHERS, *COLOURS.values()}) == 10
     assert {WAYS["no scaling"], WAYS["base 10,000"]} == {COLOURS["rope"]}
-    assert len({WAYS[way] for way in ("linear", "ntk", "dynamic", "yarn", "llama3", "no scaling")}) == 6
+    for panel in (("linear", "ntk", "dynamic", "yarn", "llama3", "no scaling"), ("linear", "clamp", "wrap", "interpolate")):
+        assert len({WAYS[way] for way in panel}) == len(panel)
 
 
 @pytest.mark.parametrize("panels, shape", [(1, (1, 1)), (2, (1, 2)), (3, (1, 3)), (4, (2, 2)), (5, (3, 2))])
