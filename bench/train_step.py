@@ -142,10 +142,11 @@ def measure(size, rounds, data, dtype):
     seconds = {}
     for turn in range(rounds):
         print(f"round {turn + 1} of {rounds}", file=sys.stderr)
-        for scheme in SCHEMES:
+        ours = [*SCHEMES, *SCHEMES][turn % len(SCHEMES):][:len(SCHEMES)]  # another first each time
+        for scheme in ours:
             seconds.setdefault((scheme, OURS), []).extend(our_steps(scheme, 2, size, data, dtype))
-            for rival in (key for key in rivals if key[0] == scheme):
-                seconds.setdefault(rival, []).extend(rivals[rival].steps(2, size, data))
+        for rival in rivals:
+            seconds.setdefault(rival, []).extend(rivals[rival].steps(2, size, data))
         for name, change in without.items():
             with change():
                 seconds.setdefault(("none", f"{OURS}, {name}"), []).extend(our_steps("none", 2, size, data, dtype))
@@ -154,16 +155,19 @@ def measure(size, rounds, data, dtype):
 
 
 def table_rows(seconds, tokens):
-    """{(scheme, who): [seconds]} -> a row for each, with the ratios of medians."""
+    """{(scheme, who): [seconds]} -> a row for each. A ratio is the median over rounds of that in the round, as machines drift."""
     median = {key: statistics.median(values) for key, values in seconds.items()}
-    rows = []
+    rounds, rows = len(seconds["none", PRODUCTS]), []
+    by_round = {key: [statistics.mean(values[len(values) * i // rounds:len(values) * (i + 1) // rounds]) for i in range(rounds)]
+                for key, values in seconds.items()}
+    ratio = lambda a, b: statistics.median(x / y for x, y in zip(by_round[a], by_round[b]))
     for (scheme, who), spent in median.items():
         row = dict(scheme=scheme, who=who, tokens_per_second=round(tokens / spent), ms_per_step=round(1000 * spent, 1),
                    times_best_peer=None, times_none=None, of_bound=None)
         if who.startswith(OURS):
-            best = min(median[key] for key in median if key[0] == scheme and not key[1].startswith((OURS, PRODUCTS)))
-            row |= dict(times_best_peer=round(best / spent, 2), times_none=round(spent / median["none", OURS], 3),
-                        of_bound=round(median["none", PRODUCTS] / spent, 2))
+            mine, none = (scheme, who), ("none", OURS)
+            best = min((key for key in median if key[0] == scheme and not key[1].startswith((OURS, PRODUCTS))), key=median.get)
+            row |= dict(times_best_peer=round(ratio(best, mine), 2), times_none=round(ratio(mine, none), 3), of_bound=round(ratio(("none", PRODUCTS), mine), 2))
         rows.append(row)
     return rows
 
