@@ -211,7 +211,7 @@ def plot_longer(path, summary, train_len):
     way = lambda cell: next((word for word in ("trained", "tuned", "window") if word in cell["variant"]), "read")
     panels = {"RoPE, rescaled": lambda c: way(c) == "read" and c["scheme"].startswith("rope"),
               "Learned and sinusoidal": lambda c: way(c) == "read" and c["scheme"].startswith(("learned", "sin")),
-              "Each token sees only the last ones": lambda c: way(c) == "window",
+              "Sliding window": lambda c: way(c) == "window",
               "Trained in another way": lambda c: way(c) in ("trained", "tuned")}
     panels = {title: list(filter(mine, summary)) for title, mine in panels.items()}
     panels = {title: cells for title, cells in panels.items() if cells}
@@ -396,7 +396,7 @@ def summary(results, files):
         table.append([scheme, spread([row["train_ppl"] for row in mine]), *(f"{ppl[n]:.2f}" for n in measured),
                       usable_cell(ppl, L), f"{mine[0]['position_parameters']:,}",
                       code_lines(file) if file else "–", f"{step:.2f}", f"{memory.get(scheme, memory['none']) / memory['none']:.1f}", USE_WHEN[scheme]])
-    header = ["scheme", "train ppl", *(f"ppl at {n}" for n in measured), "usable length", "position weights", "lines of code", "time of a step ¹", "layer's memory at 8k ¹", "use it when"]
+    header = ["scheme", "train ppl", *(f"ppl at {n}" for n in measured), "usable length", "position parameters", "lines of code", "time of a step ¹", "layer's memory at 8k ¹", "use it when"]
     return markdown_table(header, table).replace("---: |\n", "--- |\n", 1)
 
 
