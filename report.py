@@ -1,4 +1,7 @@
-"""Rows -> tables and pictures. A row is a dict; the drivers make rows, this file only shows them."""
+"""Rows -> tables and pictures. A row is a dict; the drivers make rows, this file only shows them.
+
+    python report.py    # the tables of README.md anew from results/
+"""
 import csv
 import io
 import itertools
@@ -6,14 +9,13 @@ import json
 import math
 import re
 import tokenize
-from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from common import write_file
+from common import HERE, Parser, run, write_file
 from score import usable_length
 
 # One colour per scheme in every picture (Okabe and Ito's palette, readable by the colour-blind).
@@ -420,8 +422,17 @@ def fill_readme(readme, results):
     return re.sub(r"(<!-- ([\w/]+\.md)(?:: ([\w-]+))?(?:: ([^>\n]+?))? -->\n).*?<!-- end -->", block, readme, flags=re.S)
 
 
-if __name__ == "__main__":  # python report.py: results/summary.md, and the tables of README.md, anew from results/
-    here = Path(__file__).parent
-    write_file(here / "results" / "summary.md", summary(here / "results", {
-        scheme: None if scheme == "none" else here / f"pos_{scheme}.py" for scheme in COLOURS}))
-    write_file(here / "README.md", fill_readme((here / "README.md").read_text("utf-8"), here / "results"))
+def main():
+    parser = Parser("Writes results/summary.md, and the tables of README.md, anew from the other files in results/.")
+    parser.parse_args()
+    try:
+        table = summary(HERE / "results", {scheme: None if scheme == "none" else HERE / f"pos_{scheme}.py" for scheme in COLOURS})
+        write_file(HERE / "results" / "summary.md", table)
+        write_file(HERE / "README.md", fill_readme((HERE / "README.md").read_text("utf-8"), HERE / "results"))
+    except (KeyError, ValueError, IndexError) as error:
+        parser.error(f"results/ lacks what README.md shows of it ({error!r}); the commands are in README.md")
+    print("wrote results/summary.md and the tables of README.md")
+
+
+if __name__ == "__main__":
+    run(main)

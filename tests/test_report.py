@@ -1,6 +1,7 @@
 import matplotlib.pyplot as plt
 import pytest
 
+import report
 from report import COLOURS, OTHERS, WAYS, _grid, _label_ends
 
 
@@ -47,3 +48,19 @@ def test_no_picture_has_an_empty_quarter_unless_it_must(panels, shape):
     figure, axes = _grid(panels, 3)
     assert axes[0].get_gridspec().get_geometry() == shape and len(axes) == panels
     plt.close(figure)
+
+
+def test_wrong_flags_write_nothing(cli, monkeypatch):
+    monkeypatch.setattr(report, "write_file", lambda *_: pytest.fail("written"))
+    assert cli(report, "--help")[:1] == (0,)
+    code, _, stderr = cli(report, "--nosuch")
+    assert code == 2 and stderr.count("\n") == 1 and "--nosuch" in stderr
+
+
+def test_results_of_ones_own_that_lack_a_scheme_are_said_to(cli, monkeypatch, tmp_path):
+    (tmp_path / "results").mkdir()
+    for name in ("train_compare", "extrapolation", "bench_train", "bench_long"):
+        (tmp_path / "results" / f"{name}.json").write_text('{"rows": [], "trained": {"train_len": 8}, "summary": []}')
+    monkeypatch.setattr(report, "HERE", tmp_path)
+    code, _, stderr = cli(report)
+    assert code == 2 and stderr.count("\n") == 1 and "README.md" in stderr and len(list(tmp_path.rglob("*.md"))) == 0
