@@ -119,9 +119,11 @@ def _save(figure, path):
 def _label_ends(axis, ends, log):
     """Each line's name at its right end, pushed apart where two would touch: ends {name: (x, y, colour)}."""
     ends = {name: end for name, end in ends.items() if math.isfinite(end[1]) and (end[1] > 0 or not log)}
+    if not ends:
+        return
     scale, back = (math.log, math.exp) if log else (float, float)
     low, high = (scale(v) for v in axis.get_ylim())
-    gap, ends = (high - low) * 0.058, sorted(ends.items(), key=lambda item: item[1][1])
+    gap, ends = (high - low) * min(0.058, 1 / len(ends)), sorted(ends.items(), key=lambda item: item[1][1])
     groups = []  # [mean, size] of (height − place × gap): those that touch are moved together, about where they were
     for place, (_, (_, y, _)) in enumerate(ends):
         groups.append([scale(y) - place * gap, 1])
@@ -304,7 +306,7 @@ def plot_lines(path, lines, title, x_name, y_name, mark=None, log=False):
     figure, ((axis,),) = _figure(1, 8)
     ticks, ends = max((xs for xs, _ in lines.values()), key=len), {}
     few = len(ticks) < 20
-    others = iter(OTHERS * 9)
+    others = itertools.cycle(OTHERS)
     for name, (xs, ys) in lines.items():
         colour = COLOURS.get(name) or WAYS.get(name) or next(others)
         axis.plot(xs, ys, color=colour, lw=1.8, marker="o" if few else "", ms=4)

@@ -552,7 +552,10 @@ def write_results(out, rows, about):
     write_csv(out / "train_compare.csv", [{key: value for key, value in row.items() if key != "curve"} for row in rows])
     logs = [dict(scheme=row["scheme"], seed=row["seed"], step=step, loss=loss)
             for row in rows for step, loss in zip(row["curve"]["step"], row["curve"]["loss"])]
-    write_csv(out / "train_compare_curves.csv", logs or [dict.fromkeys(("scheme", "seed", "step", "loss"))])
+    if logs:
+        write_csv(out / "train_compare_curves.csv", logs)
+    else:  # all of them diverged at once; an earlier run's would not be theirs
+        (out / "train_compare_curves.csv").unlink(missing_ok=True)
     table = []
     for scheme in dict.fromkeys(row["scheme"] for row in rows):
         mine = [row for row in rows if row["scheme"] == scheme]

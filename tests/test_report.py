@@ -23,6 +23,7 @@ def test_names_stand_at_the_ends_of_their_lines_or_are_pushed_apart_about_them()
     assert labelled([50, 51, 55]) == pytest.approx([52 - 5.8, 52, 52 + 5.8])  # the third would touch the second that was moved
     assert labelled([1, 1]) == pytest.approx([1, 6.8])  # not below the axis
     assert labelled([101, 101]) == pytest.approx([95.2, 101])  # nor above it
+    assert 1 <= min(labelled([50] * 25)) and max(labelled([50] * 25)) <= 101  # however many
     low, high = labelled([10, 10], log=True)
     assert low * high == pytest.approx(100) and high / low == pytest.approx(101 ** 0.058)
 

@@ -174,7 +174,7 @@ def test_a_killed_run_goes_on_to_the_same_numbers(cli, text, tmp_path, where, st
     for partial in out.rglob("*.part"):  # what the kill left is cleared away, once it is old enough to be nobody's
         os.utime(partial, (0, 0))
     assert cli(train_compare, *arguments, "--out", out)[0] == 0
-    assert tree(out) == tree(tmp_path / "whole") == ["checkpoints/rope-seed0.pt"] + [f"train_compare.{kind}" for kind in ("csv", "json", "md", "png")]
+    assert tree(out) == tree(tmp_path / "whole") == ["checkpoints/rope-seed0.pt"] + [f"train_compare{kind}" for kind in (".csv", ".json", ".md", ".png", "_curves.csv")]
 
 
 def test_finetuning_resumes_with_what_was_watched(cli, text, tmp_path):
@@ -334,7 +334,7 @@ def test_every_driver_has_its_folder_to_itself(cli, text, tmp_path):
             code, _, stderr = cli(driver, "--out", out, "--device", "cpu", *arguments)
             assert code == 2 and f"another process is writing to {out}; wait" in stderr
         assert cli(train_compare, *TINY, "--train-len", 64, "--data", text, "--out", out, "--schemes", "rope")[0] == 0  # it writes elsewhere
-    assert tree(out) == ["checkpoints/rope-seed0.pt"] + [f"train_compare.{kind}" for kind in ("csv", "json", "md", "png")]
+    assert tree(out) == ["checkpoints/rope-seed0.pt"] + [f"train_compare{kind}" for kind in (".csv", ".json", ".md", ".png", "_curves.csv")]
 
 
 def test_the_second_writer_is_told_so(cli, text, tmp_path):
