@@ -145,7 +145,7 @@ def code_hashes():
     """{file: its code_hash} of this command's own file, the protocols, the network, the four schemes and the text."""
     name = Path(sys.argv[0]).name
     own = [file for file in (HERE / name, HERE / "bench" / name) if name.endswith(".py") and file.is_file()]
-    files = own + [HERE / name for name in ("score.py", "tiny_lm.py", "pos_alibi.py", "pos_learned.py", "pos_rope.py", "pos_sin.py", "data/corpus.py")]
+    files = own + [HERE / file for file in ("score.py", "tiny_lm.py", "pos_alibi.py", "pos_learned.py", "pos_rope.py", "pos_sin.py", "data/corpus.py")]
     return {file.relative_to(HERE).as_posix(): code_hash(file.read_bytes()) for file in files}
 
 

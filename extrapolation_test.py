@@ -1,7 +1,7 @@
 """Perplexity by length: models trained at one length, read at longer ones.
 
     python extrapolation_test.py           # every checkpoint of train_compare.py; about 3 minutes for five on two CPU cores
-    python extrapolation_test.py --longer  # and every way to read them past their length, to 16 times it; 6 minutes
+    python extrapolation_test.py --longer  # and every way to read them past their length, to 16 times it; 6 to 7 minutes
     python extrapolation_test.py --quick   # those of train_compare.py --quick, some seconds
 
 Writes extrapolation.json, .csv (long), _wide.csv, _pairs.csv, .md and .png into --out; with --longer longer.* instead. Two

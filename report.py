@@ -85,7 +85,7 @@ def _figure(panels, width, height=4.4, rows=1, **options):
 
 
 def _grid(panels, width, **options):
-    """A figure with up to three panels in a row, four as two by two -> (figure, its axes in order, as many as panels)."""
+    """A figure with up to three panels in one row, more in rows of two -> (figure, its axes in order, as many as panels)."""
     columns = panels if panels < 4 else 2
     rows = -(-panels // columns)
     figure, axes = _figure(columns, width * columns, 4.2 * rows, rows, **options)
@@ -132,8 +132,7 @@ def _label_ends(axis, ends, log):
             groups[-2:] = [[(a * m + b * n) / (m + n), m + n]]
     means = [mean for mean, size in groups for _ in range(size)]
     for place, ((name, (x, _, colour)), mean) in enumerate(zip(ends, means)):
-        height = max(mean + place * gap, low + place * gap)  # not below the axis, nor above it
-        height = min(height, high - (len(ends) - 1 - place) * gap)
+        height = min(max(mean, low), high - (len(ends) - 1) * gap) + place * gap  # neither below nor above the axis
         axis.annotate(short(name), (x, back(height)), xytext=(6, 0), textcoords="offset points", va="center", color=colour,
                       fontweight="bold", annotation_clip=False, bbox=dict(facecolor="white", edgecolor="none", alpha=0.7, pad=0.5))
 

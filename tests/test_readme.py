@@ -15,7 +15,7 @@ README = (HERE / "README.md").read_text("utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-# Of earlier code: they train for long, and what was changed since are other files' messages and where functions stand.
+# Of earlier code, which they name by commit only: they train for long, and were not made again.
 EARLIER = {"otherwise.json", "finetune.json", "break_unscramble.json", "break_bag.json", "break_theta.json"}
 
 
