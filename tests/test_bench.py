@@ -69,6 +69,17 @@ def test_ratios_by_hand():
     assert rows["none", train_step.PRODUCTS]["tokens_per_second"] == 4167
 
 
+def test_another_scheme_begins_each_round(monkeypatch):
+    order = []
+    for name, stub in (("peers", lambda *_: {}), ("products", lambda *_: []), ("keep_freed_memory", lambda: False),
+                       ("our_steps", lambda scheme, count, *_: order.append(scheme) or [0.1] * count)):
+        monkeypatch.setattr(train_step, name, stub)
+    seconds = train_step.measure(SIZE | dict(batch_size=4), 6, None, torch.float32)
+    rounds = [order[i:i + 6] for i in range(0, 36, 6)]  # all five, and none once more with the fused attention
+    assert [each[0] for each in rounds] == [*SCHEMES, "learned"] and all(sorted(each[:5]) == sorted(SCHEMES) for each in rounds)
+    assert all(len(seconds[scheme, train_step.OURS]) == 12 for scheme in SCHEMES)
+
+
 def test_a_child_says_what_went_wrong(monkeypatch):
     def broken(*cell):
         raise KeyError("some library's bug")
