@@ -1,7 +1,10 @@
-"""The libraries people would use instead, as models of the same size: `peers(scheme, size)`.
+"""The libraries people would use instead, as models of the same size: `peers(scheme, run)`.
 
-size: dict(dim, n_layer, n_head, train_len). Every model maps ids (B, T) to logits (B, T, 256); none has dropout.
+Of the run (lab/runs.py) dim, n_layer, n_head and train_len count. Every model maps ids (B, T) to
+logits (B, T, 256); none has dropout.
 """
+
+import functools
 import sys
 
 import torch
@@ -17,41 +20,97 @@ except ImportError as error:
 logger.disable("x_transformers")
 transformers.logging.set_verbosity_error()
 
+TOKENS = dict(vocab_size=256, bos_token_id=0, eos_token_id=0)
+FUSED, PLAIN = "fused", "plain"  # torch's fused attention, or the library's own products
 
-def peers(scheme, size):
-    """{name: (make, attentions)}: make(attention) gives a model with that attention, one of the names in `attentions`."""
-    dim, depth, heads, length = size["dim"], size["n_layer"], size["n_head"], size["train_len"]
-    token = dict(vocab_size=256, bos_token_id=0, eos_token_id=0)
+
+def peers(scheme, run):
+    """{name: (make, attentions)}: make(attention) -> a model with one of those attentions."""
+    libraries = {"x-transformers": (x_transformers, (FUSED, PLAIN))} | HUGGING_FACE[scheme]
+    return {
+        name: (functools.partial(make, scheme, run), attentions)
+        for name, (make, attentions) in libraries.items()
+    }
+
+
+def x_transformers(scheme, run, attention):
+    head_dim = run.dim // run.n_head
     layers, wrapper = {
         "learned": ({}, {}),
         "sin": ({}, dict(scaled_sinu_pos_emb=True)),
-        "rope": (dict(rotary_pos_emb=True, rotary_emb_dim=dim // heads), dict(use_abs_pos_emb=False)),
+        "rope": (dict(rotary_pos_emb=True, rotary_emb_dim=head_dim), dict(use_abs_pos_emb=False)),
         "alibi": (dict(alibi_pos_bias=True), dict(use_abs_pos_emb=False)),
-        "none": ({}, dict(use_abs_pos_emb=False))}[scheme]
+        "none": ({}, dict(use_abs_pos_emb=False)),
+    }[scheme]
+    decoder = Decoder(
+        dim=run.dim,
+        depth=run.n_layer,
+        heads=run.n_head,
+        attn_dim_head=head_dim,
+        attn_flash=attention == FUSED,
+        **layers,
+    )
+    return TransformerWrapper(
+        num_tokens=256, max_seq_len=run.train_len, attn_layers=decoder, **wrapper
+    )
 
-    def x_transformers(attention):
-        decoder = Decoder(dim=dim, depth=depth, heads=heads, attn_dim_head=dim // heads, attn_flash=attention == "fused", **layers)
-        return TransformerWrapper(num_tokens=256, max_seq_len=length, attn_layers=decoder, **wrapper)
 
-    def hugging_face(name, **config):
-        def make(attention):
-            settings = getattr(transformers, name + "Config")(**token, **config)
-            settings._attn_implementation = dict(fused="sdpa", plain="eager")[attention]
-            return Logits(getattr(transformers, name + ("LMHeadModel" if name == "GPT2" else "ForCausalLM"))(settings))
-        return make
+def gpt2(scheme, run, attention):
+    config = transformers.GPT2Config(
+        n_positions=run.train_len,
+        n_embd=run.dim,
+        n_layer=run.n_layer,
+        n_head=run.n_head,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        **TOKENS,
+    )
+    return hugging_face(transformers.GPT2LMHeadModel, config, attention)
 
-    both = ("fused", "plain")
-    found = {"x-transformers": (x_transformers, both)}
-    if scheme == "learned":
-        found["transformers GPT-2"] = hugging_face("GPT2", n_positions=length, n_embd=dim, n_layer=depth, n_head=heads, resid_pdrop=0,
-                                                   embd_pdrop=0, attn_pdrop=0), both
-    if scheme == "rope":
-        found["transformers Llama"] = hugging_face("Llama", hidden_size=dim, intermediate_size=8 * dim // 3, num_hidden_layers=depth,
-                                                   num_attention_heads=heads, max_position_embeddings=length), both
-    if scheme == "alibi":
-        found["transformers BLOOM"] = hugging_face("Bloom", hidden_size=dim, n_layer=depth, n_head=heads), ("plain",)
-        found["transformers MPT"] = hugging_face("Mpt", d_model=dim, n_layers=depth, n_heads=heads, max_seq_len=length), ("plain",)
-    return found
+
+def llama(scheme, run, attention):
+    config = transformers.LlamaConfig(
+        hidden_size=run.dim,
+        intermediate_size=8 * run.dim // 3,
+        num_hidden_layers=run.n_layer,
+        num_attention_heads=run.n_head,
+        max_position_embeddings=run.train_len,
+        **TOKENS,
+    )
+    return hugging_face(transformers.LlamaForCausalLM, config, attention)
+
+
+def bloom(scheme, run, attention):
+    config = transformers.BloomConfig(
+        hidden_size=run.dim, n_layer=run.n_layer, n_head=run.n_head, **TOKENS
+    )
+    return hugging_face(transformers.BloomForCausalLM, config, attention)
+
+
+def mpt(scheme, run, attention):
+    config = transformers.MptConfig(
+        d_model=run.dim,
+        n_layers=run.n_layer,
+        n_heads=run.n_head,
+        max_seq_len=run.train_len,
+        **TOKENS,
+    )
+    return hugging_face(transformers.MptForCausalLM, config, attention)
+
+
+def hugging_face(model, config, attention):
+    config._attn_implementation = {FUSED: "sdpa", PLAIN: "eager"}[attention]
+    return Logits(model(config))
+
+
+HUGGING_FACE = {
+    "learned": {"transformers GPT-2": (gpt2, (FUSED, PLAIN))},
+    "sin": {},
+    "rope": {"transformers Llama": (llama, (FUSED, PLAIN))},
+    "alibi": {"transformers BLOOM": (bloom, (PLAIN,)), "transformers MPT": (mpt, (PLAIN,))},
+    "none": {},
+}
 
 
 class Logits(torch.nn.Module):

@@ -4,17 +4,33 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import tiny_lm
-from pos_alibi import ALiBiAttention, alibi_bias, alibi_slopes, fused, ride_along
+from pos_alibi import ALiBiAttention, alibi_bias, alibi_channels, alibi_slopes, fused
+from tiny_lm import Cache
 
 EIGHT = [2.0**-e for e in range(1, 9)]
+SLOPES = {
+    1: [0.00390625],
+    2: [0.0625, 0.00390625],
+    3: [0.0625, 0.00390625, 0.25],
+    4: [0.25, 0.0625, 0.015625, 0.00390625],
+    6: [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125],
+    8: EIGHT,
+    12: EIGHT + [0.70710678, 0.35355339, 0.1767767, 0.08838835],
+    16: [2 ** (-(h + 1) / 2) for h in range(16)],
+}
+
+
+def plain_bias(n_head, positions):
+    """−m·|i − j| in double for positions (T,) or (B, T)."""
+    distance = (positions[..., :, None] - positions[..., None, :]).abs().unsqueeze(-3)
+    return -alibi_slopes(n_head).double()[:, None, None] * distance  # ([B,] H, T, T)
 
 
 def plain_attention(module, x, bias):
-    """The formula, with somebody else's bias (H, T, T)."""
+    """The formula with somebody else's bias (H, T, T), computed in the dtype of x."""
     B, T, C = x.shape
     q, k, v = module.qkv(x).view(B, T, 3, module.n_head, -1).permute(2, 0, 3, 1, 4)
-    score = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + bias
+    score = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + bias.to(x.dtype)
     return module.out((score.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C))
 
 
@@ -22,52 +38,56 @@ def causal(bias):
     return bias.masked_fill(torch.ones(bias.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
 
 
-@pytest.mark.parametrize("n_head, slopes", [
-    (1, [0.00390625]), (2, [0.0625, 0.00390625]), (3, [0.0625, 0.00390625, 0.25]), (4, [0.25, 0.0625, 0.015625, 0.00390625]),
-    (6, [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]), (8, EIGHT), (12, EIGHT + [0.70710678, 0.35355339, 0.1767767, 0.08838835]),
-    (16, [2 ** (-(h + 1) / 2) for h in range(16)])])
-def test_known_slopes(n_head, slopes):
+# Slopes and the plain bias
+
+
+@pytest.mark.parametrize("n_head", SLOPES)
+def test_known_slopes(n_head):
     assert alibi_slopes(n_head).dtype == torch.float32
-    assert alibi_slopes(n_head).tolist() == pytest.approx(slopes, rel=1e-6)
+    assert alibi_slopes(n_head).tolist() == pytest.approx(SLOPES[n_head], rel=1e-6)
 
 
 @pytest.mark.parametrize("n_head", [1, 2, 3, 4, 6, 8, 12, 16, 20])
 def test_bias_equals_x_transformers(n_head):
     from x_transformers.x_transformers import AlibiPositionalBias
+
     theirs = AlibiPositionalBias(heads=n_head)(9, 9)
-    assert torch.allclose(alibi_bias(alibi_slopes(n_head), torch.arange(9), torch.arange(9)), theirs, rtol=1e-6)
+    ours = alibi_bias(alibi_slopes(n_head), torch.arange(9), torch.arange(9))
+    assert torch.allclose(ours, theirs, rtol=1e-6)
 
 
-@pytest.mark.parametrize("n_head", [1, 2, 3, 4, 8, 12, 20])
+@pytest.mark.parametrize("n_head", [1, 3, 4, 12])
 def test_attention_equals_bloom_and_mpt_after_the_softmax(n_head):
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
-    T = 12
+
     torch.manual_seed(0)
-    module, x = ALiBiAttention(8 * n_head, n_head), torch.randn(1, T, 8 * n_head)
-    bloom = build_alibi_tensor(torch.ones(1, T), n_head, torch.float32).view(n_head, 1, T)  # m·j
-    assert torch.allclose(module(x), plain_attention(module, x, causal(bloom.expand(n_head, T, T))), rtol=0, atol=1e-5)
-    mpt = build_mpt_alibi_tensor(n_head, T).view(-1, 1, T)  # −m·(T − 1 − j)
-    assert torch.allclose(module(x), plain_attention(module, x, causal(mpt.expand(n_head, T, T))), rtol=0, atol=1e-5)
+    module, x = ALiBiAttention(8 * n_head, n_head), torch.randn(1, 12, 8 * n_head)
+    bloom = build_alibi_tensor(torch.ones(1, 12), n_head, torch.float32)  # m·j
+    mpt = build_mpt_alibi_tensor(n_head, 12)  # −m·(T − 1 − j)
+    for theirs in (bloom, mpt):
+        bias = causal(theirs.view(n_head, 1, 12).expand(n_head, 12, 12))
+        assert torch.allclose(module(x), plain_attention(module, x, bias), rtol=0, atol=1e-5)
 
 
-def test_known_weights_whatever_the_head_width():
-    """q = k = 0 and slope 0.25: the last of four tokens weighs them as softmax(−.75, −.5, −.25, 0)."""
+@pytest.mark.parametrize("width", [4, 64])
+def test_known_weights_whatever_the_head_width(width):
+    """q = k = 0, slope 0.25: the last of four tokens weighs them softmax(−.75, −.5, −.25, 0)."""
+    module = ALiBiAttention(4 * width, 4)
+    torch.nn.init.zeros_(module.qkv.weight)
+    with torch.no_grad():
+        module.out.weight.copy_(torch.eye(4 * width))
+        module.qkv.weight[8 * width :, :4] = torch.eye(4).repeat(width, 1)  # v: the one-hot token
+    y = module(F.pad(torch.eye(4), (0, 4 * width - 4))[None])  # (1, 4, C)
     expected = torch.tensor([-0.75, -0.5, -0.25, 0]).softmax(0)
-    for width in (4, 64):
-        module = ALiBiAttention(4 * width, 4)
-        torch.nn.init.zeros_(module.qkv.weight)
-        with torch.no_grad():
-            module.out.weight.copy_(torch.eye(4 * width))
-            module.qkv.weight[8 * width:, :4] = torch.eye(4).repeat(width, 1)  # v of every head repeats the one-hot token
-        y = module(F.pad(torch.eye(4), (0, 4 * width - 4))[None])  # (1, 4, C)
-        assert torch.allclose(y[0, -1, :4], expected, atol=1e-6)  # head 0 has slope 0.25
+    assert torch.allclose(y[0, -1, :4], expected, atol=1e-6)  # head 0 has slope 0.25
 
 
-def test_bias_shape_sign_and_cached_query():
-    slopes = alibi_slopes(6)
-    bias = alibi_bias(slopes, torch.arange(5), torch.arange(5))
-    assert bias.shape == (6, 5, 5) and (bias <= 0).all() and (bias.diagonal(dim1=1, dim2=2) == 0).all()
+def test_bias_shape_sign_and_one_late_query():
+    slopes, five = alibi_slopes(6), torch.arange(5)
+    bias = alibi_bias(slopes, five, five)
+    assert bias.shape == (6, 5, 5) and (bias <= 0).all()
+    assert (bias.diagonal(dim1=1, dim2=2) == 0).all()
     assert torch.equal(bias, bias.transpose(1, 2))
     one = alibi_bias(slopes, torch.tensor([9]), torch.arange(10))
     assert torch.equal(one[:, 0], -slopes[:, None] * torch.arange(9, -1, -1))
@@ -75,107 +95,162 @@ def test_bias_shape_sign_and_cached_query():
     assert each.shape == (2, 6, 1, 10) and torch.equal(each[0], one)
 
 
-@pytest.mark.parametrize("T", [1, 7, 128, 129, 300])
-@pytest.mark.parametrize("n_head", [1, 3, 4, 12])
+def test_small_integer_types_do_not_wrap_around():
+    slopes, small = alibi_slopes(2), torch.tensor([0, 100, 200], dtype=torch.uint8)
+    expected = alibi_bias(slopes, small.long(), small.long())
+    assert torch.equal(alibi_bias(slopes, small, small), expected)
+    with pytest.raises(ValueError, match="must be integers"):
+        alibi_bias(slopes, torch.arange(3.0), torch.arange(3))
+
+
+# The bias as channels
+
+
+@pytest.mark.parametrize("T, n_head", [(1, 4), (7, 3), (128, 1), (129, 12), (300, 4)])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
-def test_the_cheap_path_equals_the_plain_bias(T, n_head, dtype, tolerance):
+def test_channels_equal_the_plain_bias(T, n_head, dtype, tolerance):
     """Output and gradients, against the plain formula in double on the same (rounded) numbers."""
     torch.manual_seed(0)
     q, k, v, upstream = (torch.randn(2, n_head, T, 8).to(dtype) for _ in range(4))
-    slopes, positions = alibi_slopes(n_head), torch.arange(T)
-
-    cheap = [x.clone().requires_grad_() for x in (q, k, v)]
-    y = fused(*ride_along(cheap[0] * 8**-0.5, cheap[1], slopes, positions), cheap[2], is_causal=True, scale=1.0)
+    positions, ours = torch.arange(T), [x.clone().requires_grad_() for x in (q, k, v)]
+    channels = alibi_channels(
+        ours[0] * 8**-0.5, ours[1], alibi_slopes(n_head), positions, positions
+    )
+    y = fused(*channels, ours[2], is_causal=True, scale=1.0)
     y.backward(upstream)
 
     plain = [x.double().requires_grad_() for x in (q, k, v)]
-    score = plain[0] @ plain[1].transpose(-1, -2) / math.sqrt(8) + causal(-slopes.double()[:, None, None] * (positions[:, None] - positions).abs())
-    expected = score.softmax(-1) @ plain[2]
+    score = plain[0] @ plain[1].transpose(-1, -2) / math.sqrt(8)
+    expected = (score + causal(plain_bias(n_head, positions))).softmax(-1) @ plain[2]
     expected.backward(upstream.double())
 
     assert y.dtype == dtype
     assert (y.double() - expected).abs().max() < tolerance
-    for ours, theirs in zip(cheap, plain):
-        assert (ours.grad.double() - theirs.grad).abs().max() < tolerance * max(1, theirs.grad.abs().max().item())
+    for mine, theirs in zip(ours, plain):
+        bound = tolerance * max(1, theirs.grad.abs().max().item())
+        assert (mine.grad.double() - theirs.grad).abs().max() < bound
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
-def test_the_cheap_path_far_out(dtype, tolerance):
-    """At positions around 30,000 the bias still tells each token from the next, in every dtype."""
+FAR = [(torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+
+
+@pytest.mark.parametrize("dtype, tolerance", FAR)
+def test_channels_tell_neighbours_apart_30000_tokens_out(dtype, tolerance):
+    """Queries stand there, and the first key at 0, so that all of m·i goes through the dtype."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 12, 40, 16).to(dtype) for _ in range(3))
-    positions = torch.arange(40) + 30_000
-    y = fused(*ride_along(q * 0.25, k, alibi_slopes(12), positions), v, is_causal=True, scale=1.0)
-    bias = causal(alibi_bias(alibi_slopes(12), positions, positions).double())
-    expected = (q.double() @ k.double().transpose(-1, -2) * 0.25 + bias).softmax(-1) @ v.double()
+    q, k, v = (torch.randn(1, 12, 41, 16).to(dtype) for _ in range(3))
+    positions = torch.cat((torch.zeros(1, dtype=torch.int64), torch.arange(40) + 30_000))
+    channels = alibi_channels(q * 0.25, k, alibi_slopes(12), positions, positions)
+    y = fused(*channels, v, is_causal=True, scale=1.0)
+    score = q.double() @ k.double().transpose(-1, -2) * 0.25
+    expected = (score + causal(plain_bias(12, positions))).softmax(-1) @ v.double()
     assert (y.double() - expected).abs().max() < tolerance
 
 
-@pytest.mark.parametrize("T", [1, 2, 6, 33])
+FAR_AND_WIDE = [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)]
+
+
+@pytest.mark.parametrize("T", [1, 6, 33])
 @pytest.mark.parametrize("offset", [10_000, 1_000_000, -1_000_000])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
-def test_module_at_far_positions_and_over_wide_gaps(T, offset, dtype, tolerance):
+@pytest.mark.parametrize("dtype, tolerance", FAR_AND_WIDE)
+def test_attention_at_far_positions_and_over_wide_gaps(T, offset, dtype, tolerance):
     torch.manual_seed(0)
     module, x = ALiBiAttention(12 * 16, 12).to(dtype), torch.randn(1, T, 12 * 16).to(dtype)
     exact = ALiBiAttention(12 * 16, 12).double()
     exact.load_state_dict(module.state_dict())
-    for positions in (torch.arange(T) + offset, torch.arange(T) + offset * (torch.arange(T) >= T // 2)):
-        bias = -alibi_slopes(12).double()[:, None, None] * (positions[:, None] - positions).abs()
-        assert (module(x, positions).double() - plain_attention(exact, x.double(), causal(bias))).abs().max() < tolerance
-
-
-def test_small_integer_types_do_not_wrap_around():
-    small = torch.tensor([0, 100, 200], dtype=torch.uint8)
-    assert torch.equal(alibi_bias(alibi_slopes(2), small, small), alibi_bias(alibi_slopes(2), small.long(), small.long()))
-    with pytest.raises(ValueError, match="must be integers"):
-        alibi_bias(alibi_slopes(2), torch.arange(3.0), torch.arange(3))
+    own = torch.arange(T)
+    for positions in (own + offset, own + offset * (own >= T // 2)):
+        expected = plain_attention(exact, x.double(), causal(plain_bias(12, positions)))
+        assert (module(x, positions).double() - expected).abs().max() < tolerance
 
 
 def test_no_square_bias_in_the_causal_case():
-    shapes = []
-    def attend(q, k, v, attn_mask=None, is_causal=False, scale=None):
-        shapes.append((q.shape[-1], v.shape[-1], None if attn_mask is None else tuple(attn_mask.shape), is_causal))
+    calls = []
+
+    def record(q, k, v, attn_mask=None, is_causal=False, scale=None):
+        mask = None if attn_mask is None else tuple(attn_mask.shape)
+        calls.append((q.shape[-1], v.shape[-1], mask, is_causal))
         return v
-    x = torch.randn(1, 10, 16)
-    module = ALiBiAttention(16, 4, attend=attend)
+
+    module, x = ALiBiAttention(16, 4, attend=record), torch.randn(1, 10, 16)
     module(x)
     module(x, torch.tensor([0, 0, 0, 1, 2, 3, 4, 5, 6, 7]))  # left-padded
-    module(x, torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4]))  # packed: falls, so the row constant is not one
-    ALiBiAttention(16, 4, causal=False, attend=attend)(x)
-    assert shapes == [(12, 4, None, True), (12, 4, None, True), (4, 4, (4, 10, 10), False), (4, 4, (4, 10, 10), False)]
+    module(x, torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4]))  # packed: falls, so it needs the bias
+    ALiBiAttention(16, 4, causal=False, attend=record)(x)
+    cheap, plain = (12, 4, None, True), (4, 4, (4, 10, 10), False)
+    assert calls == [cheap, cheap, plain, plain]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_without_gradients(dtype):
-    """There v comes to the attention padded, and qkv is let go."""
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
+def test_without_gradients_v_is_a_padded_copy_and_qkv_is_let_go(dtype, tolerance):
     widths = []
-    def attend(q, k, v, **options):
-        widths.append((q.shape[-1], v.shape[-1], v.untyped_storage().nbytes() // v.element_size()))
+
+    def record(q, k, v, **options):
+        held = v.untyped_storage().nbytes() // v.element_size()
+        widths.append((q.shape[-1], v.shape[-1], held))
         return fused(q, k, v, **options)
-    module, x = ALiBiAttention(32, 4, attend=attend).to(dtype), torch.randn(2, 70, 32, dtype=dtype)
+
+    module = ALiBiAttention(32, 4, attend=record).to(dtype)
+    x = torch.randn(2, 70, 32, dtype=dtype)
     for positions in (None, torch.arange(70) + 1000):
         with torch.no_grad():
             read = module(x, positions)
-        assert read.shape == x.shape and (read - module(x, positions)).abs().max() < (1e-6 if dtype == torch.float32 else 0.01)
+        assert read.shape == x.shape
+        assert (read - module(x, positions)).abs().max() < tolerance
     assert widths == [(16, 16, 2 * 70 * 4 * 16), (16, 8, 2 * 70 * 3 * 32)] * 2
 
 
-@pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12], [0, 0, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2],
-                                       [[0, 1, 2, 3, 4, 5], [3, 4, 5, 6, 9, 20]], [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]]])
+# The attention layer
+
+POSITIONS = [
+    [0, 1, 2, 3, 4, 5],
+    [7, 8, 9, 10, 11, 12],
+    [0, 0, 0, 1, 2, 3],
+    [0, 1, 2, 0, 1, 2],
+    [[0, 1, 2, 3, 4, 5], [3, 4, 5, 6, 9, 20]],
+    [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]],
+]
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_module_equals_the_formula_for_any_positions(positions, is_causal):
+def test_attention_equals_the_formula_for_any_positions(positions, is_causal):
     torch.manual_seed(0)
-    module, x, positions = ALiBiAttention(24, 3, causal=is_causal), torch.randn(2, 6, 24), torch.tensor(positions)
-    bias = -alibi_slopes(3)[:, None, None] * (positions[..., :, None] - positions[..., None, :]).abs().unsqueeze(-3)
-    assert torch.allclose(module(x, positions), plain_attention(module, x, causal(bias) if is_causal else bias), rtol=0, atol=1e-5)
+    module, x = ALiBiAttention(24, 3, causal=is_causal), torch.randn(2, 6, 24)
+    bias = plain_bias(3, torch.tensor(positions))
+    expected = plain_attention(module, x, causal(bias) if is_causal else bias)
+    assert torch.allclose(module(x, torch.tensor(positions)), expected, rtol=0, atol=1e-5)
 
 
-def test_module_depends_on_distance_only():
+@pytest.mark.parametrize("positions", [None, *POSITIONS])
+@pytest.mark.parametrize("sizes", [(1,) * 6, (4, 2)])
+def test_attention_with_a_cache_reads_as_in_one_pass(sizes, positions):
     torch.manual_seed(0)
-    for is_causal in (True, False):
-        module, x = ALiBiAttention(32, 4, causal=is_causal), torch.randn(2, 20, 32)
-        assert torch.allclose(module(x, torch.arange(20) + 1000), module(x), atol=1e-5)
-        assert not torch.allclose(module(x, 2 * torch.arange(20)), module(x), atol=1e-4)
+    module, x, cache = ALiBiAttention(24, 3).double(), torch.randn(2, 6, 24).double(), Cache()
+    chunks = [None] * len(sizes)
+    if positions is not None:
+        positions = torch.tensor(positions)
+        chunks = positions.split(sizes, -1)
+    parts = [module(part, at, cache) for part, at in zip(x.split(sizes, 1), chunks)]
+    assert torch.allclose(torch.cat(parts, 1), module(x, positions), atol=1e-10)
+
+
+def test_default_positions_go_on_after_cached_ones_of_any_order():
+    """They go on from `seen`, and distances are to the positions the cache holds, later or not."""
+    torch.manual_seed(0)
+    module, x, cache = ALiBiAttention(24, 3).double(), torch.randn(1, 8, 24).double(), Cache()
+    module(x[:, :5], torch.tensor([0, 1, 30, 3, 2]), cache)
+    rest = module(x[:, 5:], cache=cache)
+    expected = module(x, torch.tensor([0, 1, 30, 3, 2, 5, 6, 7]))[:, 5:]
+    assert torch.allclose(rest, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_depends_on_the_distance_only(is_causal):
+    torch.manual_seed(0)
+    module, x = ALiBiAttention(32, 4, causal=is_causal), torch.randn(2, 20, 32)
+    assert torch.allclose(module(x, torch.arange(20) + 1000), module(x), atol=1e-5)
+    assert not torch.allclose(module(x, 2 * torch.arange(20)), module(x), atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -184,17 +259,17 @@ def test_casts_leave_slopes_and_distances_alone(dtype):
     module, x = ALiBiAttention(48, 12), torch.randn(1, 64, 48)
     for is_causal in (True, False):
         module.causal = is_causal
-        exact = module.float()(x)
-        cast = module.to(dtype)(x.to(dtype))
+        exact, cast = module.float()(x), module.to(dtype)(x.to(dtype))
         assert cast.dtype == dtype and (cast.float() - exact).abs().max() < 0.03
     assert module.slopes.dtype == torch.float32
     assert sorted(module.state_dict()) == ["out.weight", "qkv.weight"]
-    bias = alibi_bias(alibi_slopes(16), torch.tensor([1004]), torch.arange(5))[0, 0]  # slope 2^-0.5, distances 1004 … 1000
+    # slope 2^-0.5 at distances 1004 … 1000, which bfloat16 cannot tell apart
+    bias = alibi_bias(alibi_slopes(16), torch.tensor([1004]), torch.arange(5))[0, 0]
     assert len(bias.unique()) == 5 and len(bias.to(torch.bfloat16).unique()) == 1
 
 
 def test_bidirectional_bias_is_not_rounded_to_bfloat16():
-    """q = k = 0 and slope 2^-8: the weight of one far token, read off the output, to the output's own rounding."""
+    """q = k = 0 and slope 2^-8: the weight of one far token, read off the output, is exact."""
     module = ALiBiAttention(2, 1, causal=False)
     with torch.no_grad():
         module.qkv.weight.zero_()
@@ -202,8 +277,9 @@ def test_bidirectional_bias_is_not_rounded_to_bfloat16():
         module.out.weight.copy_(torch.eye(2))
     x = torch.zeros(1, 1500, 2)
     x[0, 1301, 0] = 512
-    exact = 512 * (-torch.arange(1500).double() / 256).softmax(0)[1301].item()
-    assert module.bfloat16()(x.bfloat16())[0, 0, 0].item() == pytest.approx(exact, rel=2**-8)
+    weights = (-torch.arange(1500).double() / 256).softmax(0)
+    y = module.bfloat16()(x.bfloat16())[0, 0, 0].item()
+    assert y == pytest.approx(512 * weights[1301].item(), rel=2**-8)
 
 
 def test_errors_name_the_numbers():
@@ -212,21 +288,26 @@ def test_errors_name_the_numbers():
     for n_head in (0, -1):
         with pytest.raises(ValueError, match=f"n_head={n_head}"):
             alibi_slopes(n_head)
-    module = ALiBiAttention(16, 2)
-    with pytest.raises(ValueError, match=r"positions have shape \(2, 5\); must be \(4,\) or \(2, 4\)"):
-        module(torch.randn(2, 4, 16), torch.zeros(2, 5, dtype=torch.int64))
+    module, x = ALiBiAttention(16, 2), torch.randn(2, 4, 16)
+    with pytest.raises(ValueError, match=r"have shape \(2, 5\); must be \(4,\) or \(2, 4\)"):
+        module(x, torch.zeros(2, 5, dtype=torch.int64))
     with pytest.raises(ValueError, match="must be integers"):
-        module(torch.randn(2, 4, 16), torch.arange(4.0))
+        module(x, torch.arange(4.0))
+    module.causal = False
+    with pytest.raises(ValueError, match="a cache needs causal=True"):
+        module(x, cache=Cache())
 
 
 def test_the_fused_kernel_gets_one_width(monkeypatch):
     """Of unlike widths torch takes its slow path, with the same numbers."""
     widths = []
+
     def record(q, k, v, **options):
         widths.append((q.shape[-1], k.shape[-1], v.shape[-1]))
         return v
+
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
     q, v = torch.randn(1, 2, 5, 12), torch.randn(1, 2, 5, 4)
-    assert torch.equal(fused(q, q, v), v) and fused(q, q, q) is not None
-    assert torch.equal(tiny_lm.attend(q, q, v, is_causal=True), v)
-    assert widths == [(12, 12, 12)] * 3
+    assert torch.equal(fused(q, q, v), v)
+    assert torch.equal(fused(q, q, q), q)
+    assert widths == [(12, 12, 12)] * 2

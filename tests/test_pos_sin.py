@@ -8,15 +8,18 @@ from pos_sin import SinusoidalPositionalEncoding
 
 def test_known_rows():
     rows = SinusoidalPositionalEncoding(8)(torch.arange(2))
+    one = [0.841471, 0.5403023, 0.0998334, 0.9950042, 0.0099998, 0.99995, 0.001, 0.9999995]
     assert rows[0].tolist() == [0, 1] * 4
-    assert rows[1].tolist() == pytest.approx([0.841471, 0.5403023, 0.0998334, 0.9950042, 0.0099998, 0.99995, 0.001, 0.9999995], abs=5e-8)
+    assert rows[1].tolist() == pytest.approx(one, abs=5e-8)
 
 
 def test_equals_transformers_xlm():
     from transformers.models.xlm.modeling_xlm import create_sinusoidal_embeddings
+
     reference = torch.empty(2048, 32)
     create_sinusoidal_embeddings(2048, 32, reference)
-    assert torch.allclose(SinusoidalPositionalEncoding(32)(torch.arange(2048)), reference, rtol=0, atol=1e-6)
+    rows = SinusoidalPositionalEncoding(32)(torch.arange(2048))
+    assert torch.allclose(rows, reference, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("position", [3, 255, 4097, 10_000_019])
@@ -48,6 +51,21 @@ def test_casts_round_the_rows_and_not_the_angles(dtype):
     assert dict(encoding.state_dict()) == {} and not list(encoding.parameters())
 
 
+def test_interpolation_divides_positions():
+    plain, scaled = SinusoidalPositionalEncoding(8), SinusoidalPositionalEncoding(8, factor=4)
+    expected = plain(torch.tensor([0, 1, 2]))
+    assert torch.allclose(scaled(torch.tensor([0, 4, 8])), expected, atol=1e-7)
+    row = scaled(torch.tensor([1]))[0]  # position 1/4
+    angles = [0.25 * 10**-i for i in range(4)]
+    assert row[0::2].tolist() == pytest.approx([math.sin(a) for a in angles], abs=1e-7)
+    assert row[1::2].tolist() == pytest.approx([math.cos(a) for a in angles], abs=1e-7)
+
+
+def test_longer_gives_the_factor():
+    assert SinusoidalPositionalEncoding.LONGER == ("linear",)
+    assert SinusoidalPositionalEncoding.longer("linear", 64, 16) == dict(factor=4)
+
+
 def test_errors_name_the_numbers():
     for dim in (7, 0, -2):
         with pytest.raises(ValueError, match=f"dim={dim}: must be even"):
@@ -55,16 +73,9 @@ def test_errors_name_the_numbers():
     for base in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="base=.*positive"):
             SinusoidalPositionalEncoding(8, base=base)
-    for wrong in (torch.tensor([0.5]), torch.tensor([True])):
-        with pytest.raises(ValueError, match="must be integers"):
-            SinusoidalPositionalEncoding(8)(wrong)
-
-
-def test_interpolation_divides_positions():
-    plain, scaled = SinusoidalPositionalEncoding(8), SinusoidalPositionalEncoding(8, factor=4)
-    assert torch.allclose(scaled(torch.tensor([0, 4, 8])), plain(torch.tensor([0, 1, 2])), atol=1e-7)
-    row = scaled(torch.tensor([1]))[0]  # position 1/4
-    assert row.tolist() == pytest.approx([f(0.25 * 10 ** -i) for i in range(4) for f in (math.sin, math.cos)], abs=1e-7)
     for factor in (0.5, 0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="factor=.* must be a number of at least 1"):
             SinusoidalPositionalEncoding(8, factor=factor)
+    for wrong in (torch.tensor([0.5]), torch.tensor([True])):
+        with pytest.raises(ValueError, match="must be integers"):
+            SinusoidalPositionalEncoding(8)(wrong)

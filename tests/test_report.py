@@ -1,67 +1,167 @@
-import matplotlib.pyplot as plt
+"""report.py: the summary, the tables of README.md, and what a user is told."""
+
+import json
+
 import pytest
 
 import report
-from report import COLOURS, OTHERS, WAYS, _grid, _label_ends
+from lab.rows import measured, write_rows
+from lab.runs import Run
+from report import code_lines, fill_readme, summary
+from schemes.scheme import SCHEMES
+
+RUN = Run(train_lens=(8,), trained_len=8)
+PPL = dict(learned=(3.0, 9.0), sin=(3.0, 8.0), rope=(2.5, 4.0), alibi=(2.0, 2.1), none=(5.0, 9.0))
 
 
-def labelled(ys, log=False):
-    """The heights at which lines that end at these heights, on an axis from 1 to 101, get their names."""
-    figure, axis = plt.subplots()
-    axis.set_yscale("log" if log else "linear")
-    axis.set_ylim(1, 101)
-    _label_ends(axis, {str(i): (1, y, "k") for i, y in enumerate(ys)}, log)
-    heights = {int(text.get_text()): text.xy[1] for text in axis.texts}
-    plt.close(figure)
-    return [heights[i] for i in range(len(ys))]
+def write_results(folder, schemes=SCHEMES):
+    """The four files that the summary is made of, with small numbers."""
+    trained, lengths, steps, layers = [], [], [], []
+    for scheme in schemes:
+        flat = RUN.replace(scheme=scheme).flat()
+        for seed, ppl in ((0, 3.0), (1, 4.0)):
+            trained.append(flat | measured(metric="train_ppl", value=ppl) | {"seed": seed})
+        parameters = measured(metric="position_parameters", value=1024 * (scheme == "learned"))
+        trained.append(flat | parameters)
+        for protocol in ("span", "fixed"):
+            for n, ppl in zip((8, 16), PPL[scheme]):
+                ppl -= protocol == "span"
+                cell = measured(protocol=protocol, n=n, metric="ppl", value=ppl, low=ppl, high=ppl)
+                lengths.append(flat | cell)
+        steps.append(dict(scheme=scheme, who=report.OURS, times_none=1.2))
+        steps.append(dict(scheme=scheme, who="a peer", times_none=None))
+    for who, scheme, length, memory in (
+        (report.OURS, "none", 8192, 20),
+        (report.OURS, "alibi", 8192, 30),
+        (report.OURS, "alibi", 1024, 1),
+        ("textbook formula", "alibi", 8192, 900),
+    ):
+        layers.append(dict(what="layer", scheme=scheme, who=who, T=length, extra_mb=memory))
+    write_rows(folder / "train_compare.json", trained)
+    write_rows(folder / "extrapolation.json", lengths)
+    (folder / "bench_train.json").write_text(json.dumps({"rows": steps}))
+    (folder / "bench_long.json").write_text(json.dumps({"rows": layers}))
 
 
-def test_names_stand_at_the_ends_of_their_lines_or_are_pushed_apart_about_them():
-    assert labelled([50, 90, 20]) == pytest.approx([50, 90, 20])
-    assert labelled([52, 48]) == pytest.approx([50 + 2.9, 50 - 2.9])  # 5.8 % of the axis apart
-    assert labelled([50, 50, 90, 50]) == pytest.approx([50 - 5.8, 50, 90, 50 + 5.8])
-    assert labelled([50, 51, 55]) == pytest.approx([52 - 5.8, 52, 52 + 5.8])  # the third would touch the second that was moved
-    assert labelled([1, 1]) == pytest.approx([1, 6.8])  # not below the axis
-    assert labelled([101, 101]) == pytest.approx([95.2, 101])  # nor above it
-    assert 1 <= min(labelled([50] * 25)) and max(labelled([50] * 25)) <= 101  # however many
-    low, high = labelled([10, 10], log=True)
-    assert low * high == pytest.approx(100) and high / low == pytest.approx(101 ** 0.058)
+@pytest.fixture
+def house(tmp_path, monkeypatch):
+    """A folder that report.py takes for the repository -> its results/."""
+    (tmp_path / "results").mkdir()
+    for scheme in SCHEMES:
+        (tmp_path / f"pos_{scheme}.py").write_text("one = 1\ntwo = 2\n")
+    (tmp_path / "README.md").write_text("<!-- summary.md -->\nold\n<!-- end -->\n")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    return tmp_path / "results"
 
 
-@pytest.mark.parametrize("ends", [{}, {"a": (1, float("nan"), "k")}, {"a": (1, 0.0, "k"), "b": (1, 2.0, "k")}])
-def test_a_line_that_ends_nowhere_gets_no_name(ends):
-    figure, axis = plt.subplots()
-    axis.set_yscale("log")
-    _label_ends(axis, ends, True)
-    assert [text.get_text() for text in axis.texts] == [name for name, (_, y, _) in ends.items() if y > 0]
-    plt.close(figure)
+def test_summary_has_a_line_for_each_scheme(house):
+    write_results(house)
+    lines = summary(house).splitlines()
+    assert lines[0].startswith("| scheme | train ppl | ppl at 8 | ppl at 16 | usable length | ")
+    assert lines[1].endswith("| ---: | --- |")
+    alibi = "| alibi | 3.50 ± 0.71 | 2.00 | 2.10 | ≥ 16 | 0 | 2 | 1.20 | 1.5 | longer texts"
+    assert lines[5].startswith(alibi)
+    assert lines[2].startswith(
+        "| learned | 3.50 ± 0.71 | 3.00 | 9.00 | 8 | 1,024 | 2 | 1.20 | 1.0 |"
+    )
+    assert lines[6].startswith("| none | 3.50 ± 0.71 | 5.00 | 9.00 | 8 | 0 | – | 1.20 | 1.0 |")
+    assert len(lines) == 2 + len(SCHEMES)
 
 
-def test_colours_tell_ways_from_schemes_and_from_each_other():
-    assert set(OTHERS).isdisjoint(COLOURS.values()) and len({*OTHERS, *COLOURS.values()}) == 10
-    assert {WAYS["no scaling"], WAYS["base 10,000"]} == {COLOURS["rope"]}
-    for panel in (("linear", "ntk", "dynamic", "yarn", "llama3", "no scaling"), ("linear", "clamp", "wrap", "interpolate")):
-        assert len({WAYS[way] for way in panel}) == len(panel)
+def test_summary_leaves_out_models_read_in_another_way(house):
+    write_results(house)
+    path = house / "extrapolation.json"
+    rows, expected = report.read_rows(path), summary(house)
+    others = [rows[2] | changed for changed in ({"way": "clamp"}, {"read_window": 8})]
+    write_rows(path, rows + [row | {"value": 99.0} for row in others])
+    assert summary(house) == expected
 
 
-@pytest.mark.parametrize("panels, shape", [(1, (1, 1)), (2, (1, 2)), (3, (1, 3)), (4, (2, 2)), (5, (3, 2))])
-def test_no_picture_has_an_empty_quarter_unless_it_must(panels, shape):
-    figure, axes = _grid(panels, 3)
-    assert axes[0].get_gridspec().get_geometry() == shape and len(axes) == panels
-    plt.close(figure)
+def test_report_fills_in_summary_and_readme(house, cli):
+    write_results(house)
+    assert cli(report)[0] == 0
+    text = (house / "summary.md").read_text("utf-8")
+    page = (house.parent / "README.md").read_text("utf-8")
+    assert text == summary(house) and text in page and "old" not in page
 
 
-def test_wrong_flags_write_nothing(cli, monkeypatch):
-    monkeypatch.setattr(report, "write_file", lambda *_: pytest.fail("written"))
-    assert cli(report, "--help")[:1] == (0,)
+def test_report_names_what_results_of_ones_own_lack(house, cli):
+    page = (house.parent / "README.md").read_text("utf-8")
+    for schemes in ((), ("rope", "alibi")):
+        write_results(house, schemes)
+        code, _, stderr = cli(report)
+        assert code == 2 and stderr.count("\n") == 1 and "README.md" in stderr
+    assert not (house / "summary.md").exists()
+    assert (house.parent / "README.md").read_text("utf-8") == page
+
+
+def test_report_names_a_file_of_an_older_version(house, cli):
+    write_results(house)
+    (house / "train_compare.json").write_text('{"rows": [{"scheme": "rope", "val_ppl": 3.1}]}')
+    code, _, stderr = cli(report)
+    assert code == 2 and stderr.count("\n") == 1 and "train_compare.json" in stderr
+
+
+def test_wrong_flags_write_nothing(house, cli):
+    write_results(house)
+    assert cli(report, "--help")[0] == 0
     code, _, stderr = cli(report, "--nosuch")
     assert code == 2 and stderr.count("\n") == 1 and "--nosuch" in stderr
+    assert not (house / "summary.md").exists()
 
 
-def test_results_of_ones_own_that_lack_a_scheme_are_said_to(cli, monkeypatch, tmp_path):
-    (tmp_path / "results").mkdir()
-    for name in ("train_compare", "extrapolation", "bench_train", "bench_long"):
-        (tmp_path / "results" / f"{name}.json").write_text('{"rows": [], "trained": {"train_len": 8}, "summary": []}')
-    monkeypatch.setattr(report, "HERE", tmp_path)
-    code, _, stderr = cli(report)
-    assert code == 2 and stderr.count("\n") == 1 and "README.md" in stderr and len(list(tmp_path.rglob("*.md"))) == 0
+def test_fingerprints_are_written_for_every_scheme(house, cli, monkeypatch):
+    monkeypatch.setattr(report, "fingerprint", lambda scheme, corpus: {"nll_at_L": len(scheme)})
+    assert cli(report, "--fingerprints")[0] == 0
+    found = json.loads((house / "fingerprints.json").read_text("utf-8"))
+    assert found == {scheme: {"nll_at_L": len(scheme)} for scheme in SCHEMES}
+    assert not (house / "summary.md").exists()
+
+
+def test_tables_are_filled_in_from_folders_too(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.md").write_text("| A |\n")
+    (tmp_path / "deep" / "b.md").write_text("| B |\n")
+    text = "x\n<!-- a.md -->\nold\n<!-- end -->\ny\n<!-- deep/b.md -->\n<!-- end -->\nz"
+    filled = fill_readme(text, tmp_path)
+    assert filled == (
+        "x\n<!-- a.md -->\n\n| A |\n\n<!-- end -->\ny\n<!-- deep/b.md -->\n\n| B |\n\n"
+        "<!-- end -->\nz"
+    )
+    assert fill_readme(filled, tmp_path) == filled
+
+
+def test_a_marker_may_name_one_table_and_some_of_its_rows(tmp_path):
+    path = tmp_path / "a.md"
+    path.write_text("Note.\n\nSpan: x.\n\n| S |\n\nFixed-target: y.\n\n| F |\n")
+    marker = "<!-- a.md: Fixed-target -->"
+    text = fill_readme(f"{marker}\nold\n<!-- end -->", tmp_path)
+    assert text == f"{marker}\n\n| F |\n\n<!-- end -->"
+
+    rows = "| rope | 1 |\n| rope, yarn | 2 |\n| alibi | 3 |\n"
+    path.write_text(f"Span: x.\n\n| s | n |\n| --- | ---: |\n{rows}")
+    marker = "<!-- a.md: Span: rope|alibi -->"
+    text = fill_readme(f"{marker}\n<!-- end -->", tmp_path)
+    table = "| s | n |\n| --- | ---: |\n| rope | 1 |\n| alibi | 3 |"
+    assert text == f"{marker}\n\n{table}\n\n<!-- end -->"
+
+
+def test_lines_of_code_by_hand(tmp_path):
+    (tmp_path / "a.py").write_text('''"""A docstring
+of two lines."""
+import os  # one
+
+# nothing
+
+def f(x):  # two
+    """Doc."""
+    text = """three
+four"""
+    return (x,  # five
+            text)  # six
+class A:  # seven
+    "Doc"
+    y = "eight"
+''')
+    assert code_lines(tmp_path / "a.py") == 8
