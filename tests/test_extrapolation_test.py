@@ -233,7 +233,7 @@ OTHER = dict(
 
 @pytest.mark.parametrize("key", OTHER)
 def test_unlike_training_is_not_put_in_one_table(read, out, key):
-    assert set(OTHER) == set(RECIPE)
+    assert set(OTHER) == set(RECIPE) - {"start_recipe"}  # that is made of a start's own fields
     path = out / "checkpoints" / "rope-seed1.pt"
     saved = torch.load(path, weights_only=True)
     saved["run"][key] = OTHER[key]
