@@ -2,7 +2,7 @@
 
     commands -> experiments -> lab -> tiny_lm -> schemes -> attend, pos_*, data
 
-Everything here is read from the syntax trees of the files; nothing is imported.
+Everything here is read from the syntax trees of the files; none of them is run for it.
 """
 
 import ast
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT
+from lab.provenance import git
 
 FOUNDATION = ("attend", "data", "pos_alibi", "pos_learned", "pos_rope", "pos_sin")
 FOLDERS = ("bench", "data", "experiments", "lab", "schemes")
@@ -24,8 +25,13 @@ LONGEST = {"pos_rope.py": 140}
 
 
 def python_files():
-    """Every Python file of the repository, as a path relative to it."""
-    paths = (path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+    """Every Python file of the repository, as a path relative to it.
+
+    Files that git does not know are not of the repository: a user's own schemes, say.
+    """
+    paths = [Path(name) for name in git("ls-files", "--", "*.py").splitlines()]
+    paths = [path for path in paths if (ROOT / path).exists()]
+    paths = paths or [path.relative_to(ROOT) for path in ROOT.rglob("*.py")]  # without git
     return sorted(path for path in paths if not is_elsewhere(path.parts[0]))
 
 
